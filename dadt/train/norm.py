@@ -1,4 +1,4 @@
-"""The common norm of many tensors, without their concatenation."""
+"""Computes the common norm of many tensors without concatenating them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the norm of each tensor, computed in float32 or a wider type."""
     if {t.dtype for t in tensors} == {torch.float32}:
-        # on a GPU, _foreach_norm runs at memory speed, which the norm of a single tensor does not
+        # on a GPU, _foreach_norm is limited by memory bandwidth only, unlike norms of single tensors
         return list(torch._foreach_norm(list(tensors)))
     return [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
 

@@ -1,4 +1,5 @@
-"""State of a rank's training between two steps, for a snapshot, which waits for no peer and changes nothing.
+"""The state of a rank's training between two steps, for a snapshot. Recording it waits for no other rank and changes
+nothing.
 
 State that all ranks have in common has the form of a checkpoint, so that another number of ranks can continue from it.
 State of one rank alone (its part of the gradient in flight and of the prediction, its compression residuals) is stored
@@ -15,9 +16,9 @@ from dadt.train.restored import numbers_of
 
 
 class Observation:
-    """State of one optimizer's training on this rank, for a snapshot. Created after a step, and complete when the next
-    step begins, as that step waits for the exchange in flight anyway. Refers to the rank's own tensors: copy them
-    before they change.
+    """State of one optimizer's training on this rank, for a snapshot. It is created after a step, and completed when
+    the next step begins, as that step waits for the exchange in flight anyway. It refers to the rank's own tensors, so
+    copy them before they change.
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -46,8 +47,8 @@ class Observation:
         return self.own["owes"] is None
 
     def complete(self) -> None:
-        """Add the missing parts of the state. All ranks call it before they launch an operation of the next step. Waits
-        for the exchange in flight; raises CommError."""
+        """Add the parts of the state that the exchange in flight determines. All ranks call this method before they
+        launch an operation of the next step. Waits for the exchange in flight; raises CommError."""
         a = self.attachment
         pending = a.algorithm.pending
         if pending is not None:
@@ -62,13 +63,14 @@ class Observation:
 
 
 def state_of(a: Attachment) -> dict[str, Any]:
-    """Return the algorithm's state, with the notes of `Attachment.switch_to`. May wait for the exchange in flight."""
+    """Return the algorithm's state, with the entries that `Attachment.switch_to` has added. May wait for the exchange
+    in flight."""
     return {**a.algorithm.state(), **a.switch_note}
 
 
 def restore(a: Attachment, own: Mapping[str, Any], prediction: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Continue bit for bit from a snapshot. own: the part that only this rank has. prediction, state: the parts that
-    all ranks have in common."""
+    """Continue bit for bit from a snapshot. own: this rank's own part of the state. prediction, state: the prediction's
+    and the algorithm's state, which are equal on all ranks."""
     state = dict(state)
     if state.get("in_flight"):
         state["in_flight"] = [{**state["in_flight"][-1], **own["in_flight"]}]
@@ -87,6 +89,6 @@ def restore(a: Attachment, own: Mapping[str, Any], prediction: Mapping[str, Any]
 
 
 def _owes(a: Attachment) -> list[dict[str, Any] | None]:
-    """Return the compression residuals by bucket, None for uncompressed ones. Call it only while no exchange is under
-    way."""
+    """Return the compression residuals of each bucket, None for uncompressed buckets. Call it only while no exchange is
+    under way."""
     return [None if form is None else form.observe() for form in a.schema.forms]

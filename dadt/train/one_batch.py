@@ -1,5 +1,5 @@
-"""Optimizers of tensors that are created for one batch, such as perturbations and latents. Each rank has another batch,
-so an average over ranks would be meaningless."""
+"""Recognizes optimizers of tensors that are created for a single batch, such as perturbations and latents. Each rank
+has another batch, so averaging their gradients over ranks would be meaningless."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dadt.train.trained import listed
 
 
 class OneBatch:
-    """Recognizes optimizers of tensors that are created for one batch, with the same result on all ranks. For the first
-    optimizer of a kind, ranks exchange what each has found, because the sizes of their tensors may differ like the
-    sizes of their batches.
+    """Recognizes, with the same result on all ranks, optimizers of tensors that are created for a single batch. For the
+    first optimizer of a kind, ranks exchange their findings, because the sizes of their batches, and so of these
+    tensors, may differ.
     """
 
     def __init__(self) -> None:
@@ -25,16 +25,17 @@ class OneBatch:
         """Number of samples in the last batch."""
         self._fitting: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._kinds: set[tuple[Any, ...]] = set()
-        """Kinds of optimizers that all ranks have agreed to be for one batch."""
+        """Kinds of optimizers (class, and dimensions and dtypes of the tensors) that train tensors of a single batch,
+        as all ranks have agreed."""
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def drew(self, source: Pass, samples: int) -> None:
-        """Called when a loader returns a training batch to the script."""
+        """Note a training batch that a loader returns to the script."""
         self._source, self._samples = weakref.ref(source), samples
 
     def built(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Called when an optimizer was built whose parameters belong to no module. Returns whether its kind is already
-        known to be for one batch."""
+        """Examine a new optimizer whose parameters belong to no module. Returns whether its kind is already known to
+        train tensors of a single batch."""
         source = self._source() if self._source is not None else None
         if source is None or source.is_over:
             return False
@@ -45,16 +46,19 @@ class OneBatch:
         return optimizer in self.optimizers
 
     def fits(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this rank's tensors fit one batch, for an optimizer whose kind is not known yet."""
+        """Whether the optimizer's tensors on this rank look created for a single batch, for an optimizer whose kind is
+        not known yet."""
         return optimizer in self._fitting
 
     def agree(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that all ranks have agreed: this optimizer, and later ones of its kind, are for one batch."""
+        """Record that all ranks have agreed that this optimizer, and later ones of its kind, train tensors of a single
+        batch."""
         self._kinds.add(_kind(optimizer))
         self.optimizers.add(optimizer)
 
     def _is_made_for_batch(self, p: torch.Tensor) -> bool:
-        """Whether the tensor has one row per sample. A vector with one number proves nothing."""
+        """Whether the tensor has one row per sample of the last batch. A vector with a single element proves nothing,
+        so it does not count."""
         return p.ndim > 0 and p.shape[0] == self._samples and (p.ndim > 1 or self._samples > 1)
 
 

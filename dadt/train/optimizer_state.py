@@ -1,7 +1,7 @@
-"""State of an optimizer, to be sent to another rank.
+"""Reads and replaces the state of an optimizer, so that it can be sent to another rank.
 
 Optimizers of torch store it in `state`, by parameter. Others may store it anywhere: in attributes, in optimizers that
-they wrap, or in a `state_dict` of their own layout. So two things are sent: the result of `state_dict`, if
+they wrap, or in a `state_dict` of their own layout. So this module sends two things: the result of `state_dict`, if
 `load_state_dict` accepts it, and tensors and numbers found elsewhere in the object, by their paths.
 """
 
@@ -22,7 +22,7 @@ DEPTH = 8
 _GROUPS = "param_groups"
 _NUMBERS = (bool, int, float)
 _NOT_REMEMBERED = ("params", "defaults")
-"""Attributes that are left out of an optimizer's state, as other code compares and sends them."""
+"""Attributes that are left out of an optimizer's state, as other code compares them and sends them to other ranks."""
 
 
 class StatePlace(NamedTuple):
@@ -35,8 +35,8 @@ class StatePlace(NamedTuple):
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's step is one of torch's own: these change nothing without gradients, draw no random
-    numbers and, except for LBFGS, need no loss."""
+    """Whether the optimizer's `step` is a method of torch's own optimizers. Such steps change nothing without
+    gradients, draw no random numbers and, except for LBFGS, need no loss."""
     step: Any = type(optimizer).step
     while (inner := getattr(step, "__wrapped__", None)) is not None:
         step = inner
@@ -114,8 +114,8 @@ def _load(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def _wrapped(optimizer: Optimizer, depth: int) -> list[tuple[str, Optimizer]]:
-    """Return the optimizers among the attributes, with the attributes' names, without those that share this optimizer's
-    state."""
+    """Return the optimizers that this optimizer wraps, with the names of the attributes that contain them, except
+    optimizers that share this optimizer's state."""
     state = vars(optimizer).get("state")
     found = [(name, each) for name, each in vars(optimizer).items() if isinstance(each, Optimizer) and depth]
     return [(name, each) for name, each in found if state is None or vars(each).get("state") is not state]
@@ -138,8 +138,8 @@ def tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:
 
 
 def places(optimizer: Optimizer) -> Iterator[StatePlace]:
-    """Yield the tensors and numbers in the optimizer's attributes and in containers there, in the same order on all
-    ranks. Parameters, groups and the contents of a `state_dict` of torch's layout are left out."""
+    """Yield the tensors and numbers in the optimizer's attributes, and in dicts and lists there, in the same order on
+    all ranks. Parameters, groups and the contents of a `state_dict` of torch's layout are left out."""
     numbered = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     seen = {id(optimizer), id(optimizer.param_groups), *map(id, optimizer.param_groups), *numbered}
     state: Any = {"state": getattr(optimizer, "state", {})}
@@ -166,8 +166,8 @@ def _within(owner: Any, path: str, numbered: Mapping[int, int], seen: set[int], 
 
 
 def _members(owner: Any, numbered: Mapping[int, int]) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
-    """Yield attributes or items of `owner`: for each its name, its value, and a function that stores another value in
-    its place."""
+    """Yield the attributes or items of `owner`, each as its name, its value, and a function that stores another value
+    in its place."""
     if isinstance(owner, Optimizer):
         for name, value in list(vars(owner).items()):
             if name not in _NOT_REMEMBERED and not name.startswith(("_optimizer_", "_zero_grad", "_opt_called")):
@@ -206,7 +206,7 @@ def _loadable(optimizer: Optimizer) -> dict[str, Any]:
     if _is_of_torch(given):
         parts = {key: _parts(each) for key, each in given["state"].items()}
         return {key: value for key, value in given.items() if key != _GROUPS} | {"state": parts}
-    # A custom state_dict without a custom load_state_dict is left out: `places` finds the values.
+    # A custom state_dict without a custom load_state_dict is left out, because `places` finds the values.
     return dict(given) if _overrides(optimizer, "load_state_dict") else {}
 
 
@@ -218,7 +218,8 @@ def _parts(values: Any) -> Any:
 
 
 def _sharded(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a state, by the parameters' numbers, whose tensors of a part's shape are sharded as their parameter is."""
+    """Return a state dict's entries for each parameter, in which tensors that have the shape of this rank's part of a
+    sharded parameter become sharded tensors, too."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(map(shards.is_sharded, parameters)):
         return dict(state)

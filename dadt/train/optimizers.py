@@ -1,4 +1,5 @@
-"""The optimizers of a script: their order, which of them train data-parallel, and which modules they train."""
+"""Records the optimizers of a script, with their order, which of them train data-parallel, and which modules they
+train."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from dadt.train.replay_state import ReplayState
 from dadt.train.script import Script
 
 _LENGTHS = ("T_max", "total_steps")
-"""Attributes in which torch's schedulers store the number of their steps: of CosineAnnealingLR and OneCycleLR."""
+"""Attributes in which CosineAnnealingLR and OneCycleLR store the total number of their steps."""
 
 
 class Optimizers:
@@ -30,7 +31,7 @@ class Optimizers:
     def __init__(
         self, ranks: Ranks, script: Script, replay: ReplayState, find: Callable[[str], type[Algorithm]]
     ) -> None:
-        """find: returns the algorithm class for a name."""
+        """find: function that returns the algorithm class for a name."""
         self._ranks, self.script, self._replay, self._find = ranks, script, replay, find
         self._ordinals = itertools.count()
         self._registered: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -45,8 +46,8 @@ class Optimizers:
         """Learning rate schedulers with their values when built, oldest first."""
         self._compared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Optimizers that DADT does not manage: the script averages their gradients itself, calls `dadt.init` and did
-        not wrap them, or created their tensors for one batch."""
+        """Optimizers that DADT does not manage, because the script averages their gradients itself, calls `dadt.init`
+        but has not wrapped them, or created their tensors for a single batch."""
         self.one_batch = OneBatch()
 
     def clear(self) -> None:
@@ -94,11 +95,11 @@ class Optimizers:
         every = list(self._registered)
         lasting = [o for o in every if o not in self.one_batch.optimizers]
         roots = [self.root_modules(optimizer) for optimizer in lasting or every]
-        # Parameters outside of modules have no mode, so they count as training.
+        # Parameters outside of modules have no training mode, so they always count as training.
         return any(not modules or any(m.training for m in modules) for modules in roots)
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note an optimizer that was built or is first seen, without attaching it."""
+        """Register an optimizer that was built, or is used for the first time, without attaching it to DADT."""
         self.script.trains_here()
         if optimizer in self._registered:
             return
@@ -109,14 +110,14 @@ class Optimizers:
             self._enlist(optimizer)
 
     def built_apart(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called when an optimizer without attachment has parameters of no module: it is left alone if its kind is
-        known to be built for one batch."""
+        """Stop managing an optimizer whose parameters belong to no module, if its kind is known to train tensors of a
+        single batch."""
         if self.one_batch.built(optimizer):
             self.left_alone.add(optimizer)
 
     def is_of_one_batch(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether all ranks find that the optimizer's tensors were created for one batch. Asks them, if it
-        trains no module."""
+        """Return whether all ranks find that the optimizer's tensors were created for a single batch. Exchanges their
+        findings if the optimizer trains no module."""
         if self.script.explicit or self.roots.get(optimizer):
             return False
         told = self._ranks.collect(
@@ -127,14 +128,14 @@ class Optimizers:
         return all(told)
 
     def leave_to_script(self) -> None:
-        """Called when the script calls `dadt.init`: from now on only optimizers that it wraps are managed."""
+        """Manage only optimizers that the script wraps, from now on, because the script calls `dadt.init`."""
         self.script.explicit = True
         self._ordinals = itertools.count()
         self.left_alone.update(self._registered)
 
     def enlist(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called when the script wraps the optimizer: it is managed from now on. Wrapped optimizers are attached in the
-        order of these calls."""
+        """Manage the optimizer from now on, because the script wraps it. Wrapped optimizers are attached in the order
+        of these calls."""
         if optimizer in self.left_alone:
             self.left_alone.discard(optimizer)
             self._registered.pop(optimizer)
@@ -159,7 +160,7 @@ class Optimizers:
         self._made[optimizer] = built.made(optimizer)
 
     def schedule(self, scheduler: Any) -> None:
-        """Called when a learning rate scheduler was built: note its values."""
+        """Note the values of a learning rate scheduler that was just built."""
         self._schedulers = [(ref, made) for ref, made in self._schedulers if ref() is not None]
         self._schedulers.append((weakref.ref(scheduler), built.scheduler(scheduler)))
 
@@ -187,7 +188,7 @@ class Optimizers:
         return {id(p): name for module in modules for name, p in module.named_parameters()}
 
     def leave_alone(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
-        """Stop managing this optimizer: its gradients are not averaged. The user is informed of the reason."""
+        """Stop managing this optimizer, so that its gradients are not averaged, and inform the user of the reason."""
         self.left_alone.add(optimizer)
         name = type(optimizer).__name__
         self._ranks.say(f"{name} is left alone: {reason}")

@@ -1,5 +1,5 @@
-"""Values in param_groups that a step reads besides parameters, such as learning rates: ranks compare them, and may load
-rank 0's."""
+"""Values in param_groups that a step reads besides parameters, such as learning rates. Ranks compare these values, and
+may load those of rank 0."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def plain_values(values: Mapping[str, Any], *, wait: bool = False) -> dict[str, 
 
 
 def take_values(optimizer: torch.optim.Optimizer, values: list[dict[str, Any]]) -> None:
-    """Replace the param_group values by another rank's. Tensors stay the script's own objects, with new contents."""
+    """Replace the param_group values by another rank's. Tensors in the param_groups stay the same objects, with new
+    values."""
     for group, theirs in zip(optimizer.param_groups, values, strict=True):
         for key, value in theirs.items():
             group[key] = _taken(group.get(key), value)
@@ -50,7 +51,7 @@ def _plain(value: Any, wait: bool) -> Any:
         return _OTHER if _OTHER in plain else tuple(plain) if isinstance(value, tuple) else plain
     if isinstance(value, np.generic):
         return value.item()
-    # Only exact types count as plain values, so that an Enum derived from str does not.
+    # Only exact types count as plain values, so that an Enum derived from str is not one.
     return value if type(value) in (type(None), bool, int, float, str) else _OTHER
 
 

@@ -1,4 +1,4 @@
-"""Decides when parameters show predicted weights: from a training forward to the step, except while the script looks at
+"""Decides when parameters contain predicted weights: from a training forward to the step, except while the script reads
 them."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class PredictionScope:
     """Counts the forwards and backwards under way on the training thread; calls on other threads have no effect."""
 
     def __init__(self, predictions: Callable[[], Sequence[Prediction]], script: Script) -> None:
-        """predictions: returns the predictions of all training optimizers."""
+        """predictions: function that returns the predictions of all training optimizers."""
         self._predictions = predictions
         self._script = script
         self._passes = 0
@@ -26,8 +26,8 @@ class PredictionScope:
         """Whether an optimizer has stepped during a training forward or backward."""
 
     def stepped(self) -> None:
-        """Show true weights after a step: the script may copy them, as it does for target networks after the steps of
-        two optimizers."""
+        """Put the true weights into the parameters after a step, because the script may copy them, for example to
+        target networks after the steps of two optimizers."""
         self._stepped = self._passes > 0
         if not self._stepped:
             for prediction in self._predictions():
@@ -44,8 +44,8 @@ class PredictionScope:
 
     @contextmanager
     def training_pass(self) -> Iterator[None]:
-        """Context of a training forward or a backward. The parameters show the same weights until its end, even if an
-        optimizer steps meanwhile."""
+        """Context of a training forward or a backward. The parameters contain the same weights until its end, even if
+        an optimizer steps meanwhile."""
         here = self._script.on_training_thread
         self._passes += here
         try:
@@ -57,8 +57,8 @@ class PredictionScope:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Context of a backward: shows the weights that its forward used, even if another optimizer has stepped since,
-        as in GAN training."""
+        """Context of a backward, in which parameters contain the weights that its forward used, even if another
+        optimizer has stepped since, as in GAN training."""
         mine = []
         if not self._looks and self._script.on_training_thread:
             mine = [prediction for prediction in self._predictions() if prediction.suspended]
@@ -76,7 +76,8 @@ class PredictionScope:
 
     @contextmanager
     def true_weights(self, predictions: Sequence[Prediction]) -> Iterator[None]:
-        """Context of a forward that trains nothing: shows true weights, also to gradients computed inside."""
+        """Context of a forward that trains nothing, in which parameters contain the true weights, also for gradients
+        computed in this context."""
         here = self._script.on_training_thread
         mine = [prediction for prediction in predictions if prediction.applied]
         for prediction in mine:

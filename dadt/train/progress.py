@@ -1,4 +1,4 @@
-"""Counts what a rank has done so far, for users who watch the job and for the job's last line."""
+"""Counts a rank's steps, samples, waits and bytes so far, for users who watch the job and for the job's last line."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Sender(Protocol):
 
 
 class Progress:
-    """Totals of one rank since the job began."""
+    """Total steps, samples, times and bytes of one rank since the job began."""
 
     def __init__(self) -> None:
         self.step = 0
         """Number of optimizer steps that this rank has taken, over all optimizers."""
         self.left_alone = 0
-        """Number of steps of optimizers that DADT leaves alone, which may differ between ranks."""
+        """Number of steps of optimizers that DADT does not manage, which may differ between ranks."""
         self.samples = 0
         """Number of samples drawn from shared loaders for training."""
         self.hook_seconds = 0.0
@@ -34,10 +34,11 @@ class Progress:
         self.waits = 0.0
         """Seconds spent waiting for exchanges."""
         self.files_missed: Callable[[], Sequence[str]] = tuple
-        """Returns the paths of files that only this rank has written and that will be missing after the job."""
+        """Function that returns the paths of files that only this rank has written and that will be missing after the
+        job."""
         self.unseen: Callable[[BaseException], str] = lambda error: ""
-        """Returns the path of a missing file that an error names, if this rank has written that file but a library
-        cannot find it; else an empty string."""
+        """Function that takes an error and returns the path of the missing file that it names, if this rank has written
+        the file but a library cannot find it; otherwise an empty string."""
         self.stood = 0.0
         """Seconds without training, in which ranks reconnected after a loss."""
         self.measures: list[Measure] = []
@@ -48,14 +49,14 @@ class Progress:
         self._step_times = StepTimes()
 
     def stepped(self, now: float, *, left_alone: bool = False) -> None:
-        """Count one optimizer step. now: seconds of a monotonic clock. left_alone: whether DADT leaves the optimizer
-        alone."""
+        """Count one optimizer step. now: seconds of a monotonic clock. left_alone: whether DADT does not manage the
+        optimizer."""
         self.step += 1
         self.left_alone += left_alone
         self._step_times.stepped(now)
 
     def sends_with(self, senders: Iterable[Sender]) -> None:
-        """Count the bytes of these senders from now on; bytes of earlier senders stay counted."""
+        """Count the bytes that these senders send, from now on; bytes of earlier senders stay in the total."""
         self._sent_before, self.senders = self._sent(), list(senders)
 
     def numbers(self, last: bool = False) -> dict[str, Any]:

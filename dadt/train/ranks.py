@@ -1,5 +1,4 @@
-"""One rank's view of all ranks: which ranks train, its connection with them, what ranks exchange, and waiting for
-them."""
+"""Connects one rank with all others: records which ranks train, exchanges data with them, and waits for them."""
 
 from __future__ import annotations
 
@@ -55,24 +54,25 @@ class Ranks:
         parameter_names: Callable[[], Mapping[int, str]],
         connect_anew: Callable[[CommError], None],
     ) -> None:
-        """together: returns whether the algorithm lets all ranks take the same steps. parameter_names: returns the
-        names of parameters, as far as they are known, by id. connect_anew: connects with the remaining ranks after an
-        error, or raises the error if no loss of ranks explains it."""
+        """together: function that returns whether the algorithm lets all ranks take the same steps. parameter_names:
+        function that returns the known names of parameters, by id. connect_anew: function that connects with the
+        remaining ranks after an error, or raises the error if no loss of ranks explains it."""
         self.world = world
-        """This rank among the ranks with which the job began."""
+        """Numbers of this rank (rank, local rank and so on) among the ranks with which the job began."""
         self.members: Sequence[int] = world.equals
-        """The ranks that exchange with this one now, in the order of the group."""
+        """The ranks that exchange data with this rank now, including itself, in the order of the group."""
         self.group = world.among(self.members, 0)
-        """This rank among these ranks: all that train, after the loss of some, or its equals in other islands."""
+        """Numbers of this rank among `members`, which are the ranks that train now or, if the script divides ranks into
+        islands, its counterparts in the other islands."""
         self.first = world.local_rank == 0 and not world.joins
         """Whether this rank is the first on its host, so that its files are the ones to keep."""
         self.newest = Generation(members=tuple(range(world.world_size)))
-        """All ranks of the job that train now, also those that do not exchange with this one."""
-        # the rank that writes into this rank's working folder if several hosts share the folder, else -1
+        """All ranks of the job that train now, also those that exchange no data with this rank."""
+        # The rank that writes into this rank's working folder if several hosts share the folder, otherwise -1.
         self.folder_writer = world.folder_writer
         self.shares = world.world_size
-        """Number of parts of the data: one for each rank with which the job began, or, in a resumed job, as many as
-        before."""
+        """Number of parts into which data is divided: the number of ranks with which the job began, or, in a resumed
+        job, with which the first job began."""
         self.config = config
         self.control = control
         self.progress = Progress()
@@ -85,14 +85,15 @@ class Ranks:
         """Sends and receives messages between pairs of ranks."""
         self.background: Background
         """Thread for computations between two operations of the C++ engine."""
-        self.device: Device | None = None  # averages tensors in GPU memory; None if host memory is used
+        # object that averages tensors in GPU memory; None if tensors are averaged in host memory
+        self.device: Device | None = None
         self.parted = False
         """Whether ranks have taken steps with gradients that were not averaged."""
         self.flights = Flights()
         self.gatherings = Gatherings()
         self.transaction: float | None = None
-        """Time (perf_counter) at which the current block began, if it is one that is repeated as a whole when ranks are
-        lost; else None."""
+        """Time (perf_counter) at which the current `as_a_whole` block began, which is repeated if ranks are lost; None
+        outside of such a block."""
         self.closing = False
         """Whether this rank has begun to end its training; all other ranks are expected to end, too."""
         self.reconnection = Reconnection(self.deaths, connect_anew, config.timeout + config.start_timeout)
@@ -106,7 +107,7 @@ class Ranks:
         self._stall = Stall(config, world.rank, control, partial(self.say, level="warning"))
 
     def resign(self) -> None:
-        """Stop being a rank of the job, in a forked child process."""
+        """Stop acting as a rank of the job, in a forked child process."""
         self.world = World()
         self.control = self.timeline = None
         self.closing = True
@@ -147,7 +148,7 @@ class Ranks:
 
     @property
     def _speaker(self) -> int:
-        """The rank that tells the user what all ranks know: the first of those that train."""
+        """The rank that prints information which all ranks have: the first of those that train."""
         return self.members[0] - self.members[0] % self.world.parts
 
     # Connection with the other ranks ---------------------------------------------------------------------------
@@ -159,7 +160,8 @@ class Ranks:
 
     @property
     def connecting(self) -> Config:
-        """The settings for connecting. Once training has begun, connecting has the same deadline as any other wait."""
+        """The settings for connecting. After ranks were lost or have joined, connecting has the same deadline as any
+        other wait."""
         return replace(self.config, start_timeout=self.config.timeout) if self.generation else self.config
 
     def meet_within(self, seconds: float) -> Meet:
@@ -235,15 +237,16 @@ class Ranks:
             self.transaction = outer
 
     def enter(self, generation: Generation) -> None:
-        """Take this rank's place in a new generation of ranks, without connecting yet."""
+        """Set this rank's members and numbers to those of a new generation of ranks (the ranks that train after a
+        loss), without connecting yet."""
         self.members = [rank for rank in generation.members if rank in self.world.equals]
         self.newest, self.first = generation, self.world.rank in generation.firsts
         self.folder_writer = generation.writer(self.world.rank)
         self.group = self.world.among(self.members, generation.number)
 
     def regroup(self, error: CommError) -> None:
-        """Called when ranks were lost or a connection has failed: connect again with the remaining ranks. Raises the
-        error if it has another cause, or if training cannot continue."""
+        """Connect again with the remaining ranks, after ranks were lost or a connection has failed. Raises the error if
+        it has another cause, or if training cannot continue."""
         if self.together or not self.survives:
             self._connect_anew(error)
         else:
@@ -254,15 +257,15 @@ class Ranks:
     def allgather(
         self, name: str, data: bytes, then: Callable[[Sequence[bytes]], None] = lambda lanes: None
     ) -> Gathering:
-        """Begin to send these bytes to all ranks and to receive theirs, without waiting. then: called with all ranks'
-        bytes when they have arrived."""
+        """Begin to send these bytes to all ranks and to receive theirs, without waiting. then: callback that gets all
+        ranks' bytes when they have arrived."""
         gathering = self.gatherings.begin(name, data, perf_counter(), then, kept=self.survives)
         gathering.launch(self.engine)
         return gathering
 
     def gather_from_all(self, name: str, data: bytes) -> Gathering:
-        """Gather bytes from all ranks of the job, also from those that hold other parts of the model; if there are such
-        ranks, the call waits for all."""
+        """Gather bytes from all ranks of the job, also from ranks that store other parts of the model. If there are
+        such ranks, the call waits for all ranks."""
         if self.world.parts == 1:
             return self.allgather(name, data)
         gathering = Gathering(name, data, self.gatherings.count, perf_counter(), lambda lanes: None)
@@ -272,13 +275,13 @@ class Ranks:
         return gathering
 
     def tell(self, name: str, data: bytes) -> list[bytes]:
-        """Exchange bytes outside the training's exchanges. Returns each rank's bytes, in the order of the group."""
+        """Send these bytes to all ranks and wait for theirs. Returns each rank's bytes, in the order of the group."""
         work = self.engine.allgather(data, name)
         self.wait(work)
         return work.lanes
 
     def collect(self, name: str, value: Any) -> list[Any]:
-        """Exchange a plain value. Returns each rank's value, in the order of the group."""
+        """Send a plain value to all ranks and wait for theirs. Returns each rank's value, in the order of the group."""
         gathering = self.allgather(name, plain.encode(value, f"what ranks tell each other ({name})"))
         self.wait(gathering)
         return [plain.decode(lane) for lane in gathering.lanes]
@@ -295,15 +298,16 @@ class Ranks:
         self, tensors: Sequence[torch.Tensor], name: str, weight: float = 1.0, codec: Codec | None = None
     ) -> None:
         """Overwrite the tensors with their means over ranks. weight: weight of this rank's values in the mean; 0 if
-        they do not count, but even then the values must be finite. codec: compresses the values, None: nothing does."""
+        they do not count, but even then the values must be finite. codec: the compression of the values; None for no
+        compression."""
         sent = [t for t in tensors if t.numel()]
         core = CoreCodec.none if codec is None else codec.core
         mean = partial(self.engine.allreduce, codec=core)
         self._by_host(sent, lambda layout, at, i: mean(layout, at, at, f"{name} {i}", weight))
 
     def _by_host(self, tensors: Sequence[torch.Tensor], launch: Callable[[Layout, list[int], int], Work]) -> None:
-        """Exchange the tensors in host memory. Tensors that are elsewhere, such as on a GPU, are exchanged by
-        contiguous copies."""
+        """Exchange the tensors from host memory. Contiguous host copies are exchanged in place of tensors that are on a
+        GPU or not contiguous."""
         staged = [(t.data, t.data.to("cpu").contiguous()) for t in tensors]
         works: list[Work] = []
         for i, bucket in enumerate(split([host for _, host in staged], 2**30)):
@@ -317,7 +321,8 @@ class Ranks:
     # Waiting for operations ------------------------------------------------------------------------------------
 
     def keep(self, exchange: InFlight) -> None:
-        """Keep the exchange's memory alive until its works are done, even if its owner drops it."""
+        """Keep the exchange's memory alive until its operations are done, even if no other code refers to the exchange
+        any more."""
         self.flights.keep(exchange, self.step)
 
     def tell_waiting(self, what: str, waited: float) -> None:
@@ -372,15 +377,15 @@ class Ranks:
                 self.tell_waiting(what, waited)
 
     def _name_members(self, error: CommError) -> None:
-        """Raises a Mismatch again with a message that names ranks by their numbers in the whole job, not by their
-        indices in the group. Quoted names of operations stay unchanged."""
+        """If the error is a Mismatch, raise it again with a message that names ranks by their numbers in the whole job,
+        not by their indices in the group. Quoted names of operations stay unchanged."""
         if isinstance(error, Mismatch) and self.group is not self.world:
             text = _NAMED.sub(lambda found: f"rank {self.members[int(found[2])]}" if found[2] else found[1], str(error))
             raise Mismatch(text) from error
 
     def _look(self, work: Work | Averaging | Gathering, waited: float, timeout: CommTimeout) -> None:
-        """Find out where the peers are during a long wait, and warn the user. Raises CommError if waiting longer is
-        useless."""
+        """During a long wait, find out in which step the other ranks are, and warn the user. Raises CommError if
+        waiting longer is useless."""
         before = self.flights.steps_before(work)
         steps = self.step if before is None else before
 

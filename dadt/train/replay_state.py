@@ -1,4 +1,4 @@
-"""State of snapshots, and of a replay, which runs the script again up to a snapshot."""
+"""State of snapshots, and of a replay, which runs the script again up to the step of a snapshot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dadt.train.ranks import Ranks
 
 
 class ReplayState:
-    """State of snapshots and replay that other training code reads. Without snapshots, it never changes."""
+    """State of snapshots and of the replay that other training code reads. If the job uses no snapshots, the state
+    never changes."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._say = ranks.say
@@ -24,12 +25,13 @@ class ReplayState:
         self.goal_step = 0
         """The step at which the replay ends."""
         self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Returns a context in which DADT itself reads tensors, so that the reads do not count as the script's."""
+        """Function that returns a context in which DADT itself reads tensors, so that these reads are not recorded as
+        the script's."""
         self.reported: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
-        """Called with each tensor that DADT returns to the script: returns the tensor itself, or in a replay the
-        recorded one."""
+        """Function that takes each tensor that DADT is about to return to the script, and returns it, or in a replay
+        the recorded tensor in its place."""
         self.stop_snapshots: Callable[[], None] = lambda: None
-        """Stops the taking of snapshots for the rest of the job."""
+        """Function that stops taking snapshots for the rest of the job."""
 
     def take_no_snapshots(self, why: str) -> None:
         """Stop taking snapshots, as a replay could not restore the script's state. why: the reason, for the user."""

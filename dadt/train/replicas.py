@@ -26,8 +26,8 @@ from dadt.train.trained import listed
 
 
 class Replicas:
-    """Copies what optimizers train between ranks. Every rank calls the methods that exchange data in the same order, on
-    the script's training thread."""
+    """Copies the weights, buffers and state that optimizers train between ranks. Every rank calls the methods that
+    exchange data in the same order, on the script's training thread."""
 
     def __init__(
         self,
@@ -36,22 +36,24 @@ class Replicas:
         attachments: Iterable[Attached],
         aside: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """aside: returns a context in which DADT itself, not the script, reads and sets optimizers' states."""
+        """aside: function that returns a context in which DADT itself, not the script, reads and sets optimizers'
+        states."""
         self._ranks, self._optimizers, self._attachments = ranks, optimizers, attachments
         self.aside = aside
         self.given: list[Any] = []
-        """On a rank that joins a running job: the received weights, buffers and optimizer state, by attachment's index.
+        """On a rank that joins a running job, the received weights, buffers and optimizer state of each optimizer, in
+        order; empty on other ranks.
         """
         self.digests = WeakTensorKeyDictionary()
-        """Digests of what is not trained (frozen parameters, buffers), by parameter or buffer, as it was when it was
+        """Digests of tensors that are not trained (frozen parameters and buffers), from the time when the tensors were
         last found or made equal on all ranks."""
         self._own_numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[str]] = weakref.WeakKeyDictionary()
         """For each optimizer, paths of numbers in its attributes that differ between ranks, such as a rank's own
         number."""
 
     def take_first(self, attachment: Attached, *, weights: bool) -> None:
-        """Set param_group values to the first rank's; with `weights` also weights, buffers and optimizer state. Raises
-        Mismatch if the ranks train different models."""
+        """Set this optimizer's param_group values to the first rank's. weights: whether to copy weights, buffers and
+        optimizer state as well. Raises Mismatch if the ranks train different models."""
         with self.aside():
             self._take_first(attachment, weights=weights)
 
@@ -61,7 +63,7 @@ class Replicas:
         shapes = [(tuple(p.shape), place(p)) for p in parameters]
         first = self._ranks.group.rank == 0
         if weights:
-            # The way that this rank's old weights moved does not predict rank 0's weights.
+            # The last changes of this rank's old weights do not predict rank 0's weights.
             attachment.prediction.forget()
         state = optimizer_state.encode(optimizer) if first and weights else b""
         parts = self._parts(attachment) if weights else []
@@ -84,7 +86,8 @@ class Replicas:
                 optimizer_state.load(optimizer, theirs[0][2], without=self._own_numbers[optimizer])
 
     def _take_parts(self, attachment: Attached, parts: Sequence[Part], told: Sequence[Digests]) -> None:
-        """Set all parts to those of the first rank, which sends what other ranks need. told: each rank's digests."""
+        """Set the tensors of all parts to the first rank's, which sends only those that other ranks need. told: each
+        rank's digests of the tensors."""
         flags = to_send(told[0], told[1:])
         for part in chosen(parts, flags):
             self._broadcast(part.values, f"{part.what}{attachment.name}")
@@ -99,8 +102,8 @@ class Replicas:
         take_values(attachment.optimizer, theirs[0])
 
     def catch_up(self, attachment: Attached, root: int, *, behind: bool) -> None:
-        """Copy weights, buffers and optimizer state from the group's rank `root` if this rank is behind; nothing is
-        changed before all have arrived, in case a rank is lost meanwhile. All ranks call this method."""
+        """Copy weights, buffers and optimizer state from the group's rank `root` if this rank is behind. Nothing is
+        changed before everything has arrived, in case a rank is lost meanwhile. All ranks call this method."""
         gives = self._ranks.group.rank == root
         # If ranks do not wait for each other, the training thread continues meanwhile, so values are copied during a
         # pause.
@@ -128,8 +131,8 @@ class Replicas:
             optimizer_state.load(attachment.optimizer, told[root][0])
 
     def _broadcast(self, values: Sequence[torch.Tensor], what: str, root: int = 0) -> None:
-        """Overwrite the values with those of the group's rank `root`. Dtypes that the engine does not know travel as
-        bytes."""
+        """Overwrite the values with those of the group's rank `root`. Values of dtypes that the C++ engine does not
+        know are sent as bytes."""
         sent = [(value, value if value.dtype in DTYPES else as_bytes(value)) for value in values if value.numel()]
         self._ranks.broadcast([each for _, each in sent], what, root)
         for value, each in sent:
@@ -149,13 +152,13 @@ class Replicas:
         return copied
 
     def known(self) -> list[list[list[int | None]]]:
-        """Return digests of the tensors that a rank has before it joins, for each optimizer and part. `give` leaves out
-        tensors with these digests."""
+        """Return digests of the tensors that this rank has before it joins the job, for each optimizer and part. `give`
+        leaves out tensors with these digests."""
         return [[digests_of([part], ()) for part in self._every_part(optimizer)] for optimizer in self._optimizers]
 
     def give(self, known: Sequence[Sequence[Sequence[Digests]]]) -> bytes:
         """Return weights, buffers, optimizer state and param_group values of all optimizers, encoded for new ranks.
-        known: what `known` returned on each of them."""
+        known: the results of `known` on each new rank."""
         with self._ranks.reconnection.pause.still(self._ranks.config.timeout):
             given = []
             for number, a in enumerate(self._attachments):
@@ -168,8 +171,8 @@ class Replicas:
             return plain.encode(given, "what a new rank is given")
 
     def _missing(self, part: Part, trained: set[int], known: Sequence[Digests]) -> list[torch.Tensor | None]:
-        """Return the part's values, with None for those that are not trained and that all new ranks have. known: what
-        each of them has of this part, which may be fewer tensors if it does not know all modules yet."""
+        """Return the part's values, with None for values that are not trained and that all new ranks have. known: each
+        new rank's digests of this part, which may be fewer if the rank does not know all modules yet."""
         mine = digests_of([part], trained)
         there = [[*digests, *[None] * (len(mine) - len(digests))] for digests in known]
         needed = to_send(mine, [digests[: len(mine)] for digests in there])
@@ -222,7 +225,7 @@ class Replicas:
         beside = [p for m in self._optimizers.root_modules(optimizer) for p in m.parameters() if id(p) not in others]
         names, given = self._optimizers.parameter_names(), set[str]()
         every = dict.fromkeys([*listed(optimizer), *beside])
-        # Parameters that the script has added, whose values were not copied from the first rank yet.
+        # Leave out parameters that the script has added and whose values were not copied from the first rank yet.
         added = {id(p) for p in listed(optimizer) if p not in attachment.known}
         for number, p in enumerate(p for p in every if id(p) not in added):
             name = names.get(id(p)) or f"parameter {number}"
@@ -231,8 +234,8 @@ class Replicas:
             yield name, p
 
     def _parts(self, attachment: Attached, common: Mapping[int, torch.Tensor] | None = None) -> list[Part]:
-        """Return the parts that `_every_part` does. After the first step, buffers that are not averaged may differ in
-        shape between ranks, so they are left out."""
+        """Return all parts of the attachment's optimizer. After the first step, buffers that are not averaged are left
+        out, because they may differ in shape between ranks."""
         weights, buffers, *others = self._every_part(attachment.optimizer, common)
         if attachment.step:
             averaged = [b for _, _, b in attachment.buffers()]
@@ -242,9 +245,9 @@ class Replicas:
     def _every_part(
         self, optimizer: torch.optim.Optimizer, common: Mapping[int, torch.Tensor] | None = None
     ) -> list[Part]:
-        """Return the true (not predicted) weights, the optimizer's own first, the buffers, and the quantization data of
-        packed weights. A rank that has just begun may not know all modules' tensors yet. common: tensors to use in
-        place of parameters' weights, by the parameter's id."""
+        """Return three parts: the true (not predicted) weights, with the optimizer's own first; the buffers; and the
+        quantization data of packed weights. A rank that has just begun may not know all modules' tensors yet. common:
+        tensors to use in place of parameters' weights, by the parameter's id."""
         common = common or {}
         for other in self._attachments:  # root modules may contain other optimizers' parameters, too
             other.prediction.suspend()
@@ -268,8 +271,8 @@ class Replicas:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return the sum of the tensor's bytes as 64-bit integers: fast, and different after a change of any single
-    value."""
+    """Return the sum of the tensor's bytes as 64-bit integers, which is fast to compute and differs if any single value
+    changes."""
     values = as_bytes(local(tensor).detach())
     if values.storage_offset() % 8:
         values = values.clone()

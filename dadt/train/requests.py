@@ -25,6 +25,6 @@ class Requests:
         self.approaches.agree([lane.approach for lane in lanes])
 
     def stepped(self) -> None:
-        """Called after a complete optimizer step: raise the signals that all ranks have received."""
+        """Deliver the signals that are due on all ranks. Called after a complete optimizer step."""
         self.checkpoint_signal.stepped()
         self.interruption.stepped()

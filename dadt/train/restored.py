@@ -16,7 +16,7 @@ from dadt.train.ranks import Ranks
 
 
 class Trained(Protocol):
-    """Interface of one managed optimizer, as exchanges use it."""
+    """Interface of an optimizer that DADT manages, with the members that exchanges use."""
 
     ranks: Ranks
 
@@ -73,7 +73,7 @@ class RestoredExchange:
         return self.wait()
 
     def go_on(self) -> None:
-        """Does nothing: an exchange from a checkpoint has no allreduce left to launch."""
+        """Does nothing, because an exchange from a checkpoint has no allreduce left to launch."""
 
     def wait(self) -> list[StepMetadata]:
         crc, value = self.schema.crc, self.value
@@ -127,14 +127,14 @@ def flights(attachment: Trained, exchange: Exchange | RestoredExchange | None) -
 
 
 def by_index(value: Any, indices: dict[torch.Tensor, int]) -> Any:
-    """Replace parameters as keys by their indices, and copy the tensors to the host; values other than dicts are
-    returned unchanged."""
+    """Return the dict `value` with parameters' indices in place of parameters as keys, and with copies of the tensors
+    on the host. Returns a value that is not a dict unchanged."""
     return {indices[p]: _kept(t) for p, t in value.items() if p in indices} if isinstance(value, dict) else value
 
 
 def by_parameter(value: Any, parameters: Sequence[torch.Tensor]) -> Any:
-    """Replace parameters' indices, the keys of nested dicts of tensors, by the parameters themselves. Inverse of
-    `by_index`."""
+    """Return the dict `value` with parameters in place of their indices as keys, the inverse of `by_index`. Returns a
+    value that is not a dict unchanged."""
     if not isinstance(value, dict):
         return value
     return {parameters[i]: t for i, t in value.items() if i < len(parameters)}

@@ -1,4 +1,4 @@
-"""The parts that make up one worker, by name, and the order in which they act."""
+"""The runtime of one worker, which creates the parts of DADT in this process and calls them in order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Runtime:
     def __init__(
         self, world: World, config: Config, control: WorkerLine | None, find: Callable[[str], type[Algorithm]]
     ) -> None:
-        """find: returns the algorithm class for a name."""
+        """find: function that returns the algorithm class for a name."""
         self.events = Events()
         self.script = Script(world)
         self.optimizers: Optimizers
@@ -95,15 +95,15 @@ class Runtime:
         return not self.ranks.alone or self.replay.possible
 
     def resign(self) -> None:
-        """Stop being a rank, in a forked child process: nothing that the child does is exchanged."""
+        """Stop acting as a rank, in a forked child process, so that nothing that the child does is exchanged."""
         self.ranks.resign()
         self.replay.possible = self.replay.under_way = False
         self.optimizers.clear()
         self.attachments.clear()
 
     def leave_to_script(self) -> None:
-        """Called when the script calls `dadt.init`. Raises DadtError if DADT has already begun to train, and
-        ConfigError with options that such a script cannot use."""
+        """Manage only what the script passes to DADT from now on, because it calls `dadt.init`. Raises DadtError if
+        DADT has already begun to train, and ConfigError with options that such a script cannot use."""
         config = self.ranks.config
         if self._claimed:
             raise DadtError("dadt.init() comes too late, training has begun: call it at the top of the script")
@@ -140,7 +140,8 @@ class Runtime:
         unattached = self._unattached()
         if len(unattached) > 1:
             del unattached
-            gc.collect()  # a dropped optimizer in a reference cycle may still be alive on some ranks only
+            # an optimizer that the script has dropped may still be alive on some ranks, in a reference cycle
+            gc.collect()
             unattached = self._unattached()
         for optimizer in unattached:
             self._attach(optimizer)
@@ -180,7 +181,8 @@ class Runtime:
         return [o for o in self.optimizers if self.attachments.of(o) is None]
 
     def begin(self) -> None:
-        """Called before a training forward or a use of gradients. Raises PeerLost if a rank has ended."""
+        """Take part in training, if this rank does not do so yet, and run the callbacks of `on_begin`. Called before a
+        training forward or a use of gradients. Raises PeerLost if a rank has ended."""
         ranks = self.ranks
         trains = not (self.replay.under_way or (ranks.alone and self._claimed))
         if trains:
@@ -226,7 +228,8 @@ class Runtime:
         self.checkpoints.spread(attachment)
 
     def attachment(self, optimizer: torch.optim.Optimizer) -> Attachment | None:
-        """Return the optimizer's attachment, which is created if necessary; None if DADT leaves the optimizer alone."""
+        """Return DADT's object that manages the optimizer (its attachment), created if necessary; None if DADT does not
+        manage the optimizer."""
         if not self.optimizers.knows(optimizer):
             self.optimizers.register(optimizer)
         if self.script.explicit and optimizer in self.optimizers.left_alone:
@@ -237,14 +240,15 @@ class Runtime:
     # Steps of optimizers, and the end --------------------------------------------------------------------------
 
     def show_true_weights(self) -> None:
-        """Call before the script reads or saves weights: undo all predictions and show the official buffers."""
+        """Put the true weights and the averaged buffers into the modules. Call it before the script reads or saves
+        weights."""
         for attachment in self.attachments:
             attachment.prediction.undo()
         self.buffers.show_all()
 
     def stepped(self, attachment: Attachment | None, *, left_alone: bool = False) -> None:
-        """Called when an optimizer step is complete. attachment: None if nothing was averaged. left_alone: whether DADT
-        leaves this optimizer to the script."""
+        """Count a complete optimizer step, compare replicas if it is time, and run the callbacks of `on_stepped`.
+        attachment: None if nothing was averaged. left_alone: whether DADT leaves this optimizer to the script."""
         ranks, progress = self.ranks, self.ranks.progress
         if attachment is not None:
             self.verification.stepped(attachment)

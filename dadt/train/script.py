@@ -1,4 +1,4 @@
-"""What DADT knows about the user's script during training."""
+"""Records what DADT knows about the user's script during training."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dadt.world import World
 
 
 class Script:
-    """What the user's script has done so far, as far as training depends on it."""
+    """Facts about what the user's script has done so far, on which training depends."""
 
     def __init__(self, world: World) -> None:
         self.explicit = False
-        """Whether the script has called `dadt.init`: then DADT manages only the optimizers that the script wraps."""
+        """Whether the script has called `dadt.init`. If so, DADT manages only the optimizers that the script wraps."""
         self.knows_rank = world.rank_in_arguments
-        """Whether the script has asked which rank it is, or has its rank in its arguments."""
+        """Whether the script has queried its rank, or has it in its command-line arguments."""
         self.divides_data = False
-        """Whether the script has divided a data set by its rank, with a function that libraries have for it."""
+        """Whether the script has divided a data set by its rank, by a library function that does so."""
         self.backwards = 0
         """Number of backward passes that the script has begun."""
         self.began = False

@@ -1,5 +1,6 @@
-"""Averaged gradients as the script sees them before the optimizer's step, for example to clip them, while momentum is
-sent. Gradients that lead to a momentum of few bits have many times the norm of an average, and all of that is noise."""
+"""Scales averaged gradients for the script, which may clip them before the optimizer's step, while ranks exchange
+momentum. Gradients computed from a momentum of few bits have many times the norm of the true average, because of
+noise."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from dadt.train.norm import norms, together
 
 
 class ShownGradients:
-    """Scales averages to the norm that uncompressed ones would have, as far as ranks can tell it from their own
-    gradients, until the optimizer steps; and learns how the script clips them. Does nothing until the script uses
-    averages before the step."""
+    """Scales averaged gradients, until the optimizer steps, to the norm that uncompressed averages would have, which
+    ranks estimate from their own gradients. Measures by how much the script clips them. Does nothing until the script
+    uses averages before a step."""
 
     def __init__(self, attachment: Attached) -> None:
         self._attachment = attachment
@@ -27,13 +28,15 @@ class ShownGradients:
         self.clip: torch.Tensor | float = 1.0
         """Factor by which the script has changed the norm of the last averages."""
         self._factor: torch.Tensor | None = None
-        """Factor of the gradients that the script sees, None if it sees those that the optimizer needs."""
+        """Factor by which gradients are multiplied for the script; None if the script sees the gradients that the
+        optimizer needs."""
         self._norm: torch.Tensor | None = None
         """Norm of the gradients that the script sees, before it changes them."""
 
     def measure(self, factors: Mapping[torch.Tensor, float]) -> None:
-        """Called while `.grad` holds this rank's own gradients. factors: for each parameter, the ratio of the squared
-        norm of an averaged gradient to that of one rank's gradient."""
+        """Estimate this rank's part of the averaged gradient's squared norm. Called while `.grad` contains this rank's
+        own gradients. factors: for each parameter, the ratio of the squared norm of an averaged gradient to that of one
+        rank's gradient."""
         self.square = 0.0
         rows = [(p.grad, f) for p, f in factors.items() if p.grad is not None] if self.early else []
         if rows:
@@ -49,8 +52,9 @@ class ShownGradients:
     def ratio(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], square: float, scale: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return the factor by which averages, pairs of parameter and gradient, become those that the script sees.
-        square: squared norm that these should have, 0 if it is not known. scale: loss scale of the averages."""
+        """Return the factor by which averages are multiplied before the script sees them; None for no factor. pairs:
+        parameters with their averaged gradients. square: squared norm that the script should see, 0 if not known.
+        scale: loss scale of the averages."""
         self._factor = self._norm = None
         if not (self.early and pairs):
             return None
@@ -67,8 +71,8 @@ class ShownGradients:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Called when the optimizer is about to step: learn how the script has clipped the averages, and give the
-        optimizer what it needs."""
+        """Measure by how much the script has clipped the averages, and restore the scale that the optimizer needs.
+        Called when the optimizer is about to step."""
         gradients = list(self._gradients())
         if self._norm is None or not gradients:
             return
@@ -83,7 +87,7 @@ class ShownGradients:
 
     @torch.no_grad()
     def stepped(self) -> None:
-        """Called when the optimizer has stepped: show the script its averages again."""
+        """Scale the averages for the script again. Called when the optimizer has stepped."""
         if self._factor is not None:
             for g in self._gradients():
                 g.mul_(beside(self._factor, g))

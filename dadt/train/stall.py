@@ -1,5 +1,5 @@
-"""Waits of a rank for its peers: finds out where they are, warns the user, and raises an error if waiting longer is
-useless."""
+"""Handles long waits of a rank for its peers: finds out in which step they are, warns the user, and raises an error if
+waiting longer is useless."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Awaited(Protocol):
 
 
 class Stall:
-    """The waits of one rank, and the last warning about them."""
+    """Handles the long waits of one rank, and remembers the last warning about them."""
 
     def __init__(self, config: Config, rank: int, control: WorkerLine | None, warn: Callable[[str], None]) -> None:
         self._config = config
@@ -46,8 +46,9 @@ class Stall:
     ) -> None:
         """Warn of a long wait, or raise Mismatch or CommTimeout if waiting longer is useless.
 
-        waited: seconds so far. launched: returns whether a peer that has ended launched the work before, so that its
-        data still arrives. parameters: names of the parameters that the work averages, for the message.
+        waited: seconds so far. launched: function that returns whether a peer that has ended launched the work before
+        its end, so that its data still arrives. parameters: names of the parameters that the work averages, for the
+        message.
         """
         config, rank = self._config, self._rank
         peers = self._peers()
@@ -74,7 +75,7 @@ class Stall:
             self._warn(f"{what} takes long: {_standing(peers)}")
 
     def overdue(self, work: Awaited, waited: float, error: CommError) -> None:
-        """If the error is an executor's own timeout, raises CommTimeout with a message that says where the peers
+        """If the error is an executor's own timeout, raise CommTimeout with a message that says in which step the peers
         are."""
         if isinstance(error, CommTimeout) or "imed out" in str(error):
             raise CommTimeout(f"waited {waited:.0f} s in {work.name}: {_standing(self._peers())}") from error

@@ -1,4 +1,4 @@
-"""Reference counts of the memory that tensors share."""
+"""Reads the reference counts of tensors' storages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ctypes import c_uint32
 import torch
 
 _COUNT = 8
-"""Byte offset of the reference count in a torch storage object: the lower half of the word after the virtual function
-table's pointer."""
+"""Byte offset of the 32-bit reference count in a torch storage object. It is the lower half of the 64-bit word after
+the pointer to the virtual function table."""
 
 
 def _read(storage: int) -> int:

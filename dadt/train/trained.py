@@ -21,8 +21,8 @@ def listed(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class ParameterListing:
-    """Cached lists of an optimizer's parameters, rebuilt only if the script has changed them: each step needs them
-    often, and comparing is much cheaper than listing."""
+    """Cached lists of an optimizer's parameters, which are rebuilt only if the script has changed them, because each
+    step needs the lists often, and comparing is much cheaper than listing."""
 
     def __init__(self) -> None:
         self._given: list[torch.Tensor] = []
@@ -54,9 +54,9 @@ class ParameterListing:
         return self._trained
 
     def use_frozen(self, optimizer: torch.optim.Optimizer, before: Sequence[torch.Tensor]) -> None:
-        """Let this step use frozen parameters that have a gradient, which the optimizer would apply, and those of
-        `before`, the last step's parameters, that may have one on other ranks: the script may have frozen them after
-        the backward.
+        """Let this step use frozen parameters that have a gradient, which the optimizer would apply, since the script
+        may have frozen them after the backward. before: the last step's parameters; those of them that are frozen now
+        are used, too, as they may have a gradient on other ranks.
         """
         if len(self.trained(optimizer)) == len(self._every):
             return
@@ -65,12 +65,12 @@ class ParameterListing:
         self._use(frozenset(id(p) for p in frozen if p.grad is not None or id(p) in left))
 
     def averaged(self, frozen: frozenset[int], averages: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Called when the averages of an exchange that included frozen parameters have arrived. frozen: ids of these
-        parameters; those without an average will not be used again."""
+        """Note which frozen parameters got no average in an exchange that has arrived, so that they are not used again.
+        frozen: ids of the exchange's frozen parameters."""
         self._idle = frozen and frozen.difference(id(p) for p, _ in averages)
 
     def let_go(self) -> None:
-        """Called when the step is over: stop using frozen parameters."""
+        """Stop using frozen parameters, because the step is over."""
         if self.used:
             self._use(frozenset())
 

@@ -1,5 +1,5 @@
 """Compares the ranks' replicas every `--verify-every` steps, without delaying the training. A rank whose replica
-differs loads another rank's."""
+differs loads a copy of another rank's."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LOOK_AFTER = 2
 `pipe`, whose second step waits for an exchange launched after the comparison."""
 
 TURNS = 8
-"""Each frozen parameter is read once in this number of comparisons. In the others its last checksum is used, unless the
-script has changed the parameter."""
+"""The checksum of each frozen parameter is computed once in this number of comparisons. The other comparisons use the
+last checksum, unless the script has changed the parameter."""
 
 
 class Verdict(NamedTuple):
@@ -46,7 +46,7 @@ def judge(every: Sequence[Sequence[int]]) -> Verdict:
 
 
 class PendingComparison(NamedTuple):
-    """A comparison under way: the step it is about, and the gathering that will bring the result."""
+    """A comparison under way, with the step after which it began, and the allgather of the ranks' checksums."""
 
     step: int
     answer: Gathering
@@ -57,7 +57,7 @@ class FrozenSum(NamedTuple):
 
     checksum: int
     version: int
-    """The parameter's autograd version when it was read."""
+    """The parameter's autograd version when the checksum was computed."""
     address: int
 
 
@@ -73,8 +73,9 @@ class Verification:
         """For each optimizer, the checksums of its modules' frozen parameters, by name."""
 
     def stepped(self, attachment: Attachment) -> None:
-        """Called when the optimizer has stepped and its weights are true ones. Raises ConfigError if the algorithm
-        gives each rank its own weights."""
+        """Begin a comparison of the replicas every `--verify-every` steps, and act on the result of the one before.
+        Called after a step, while weights are true. Raises ConfigError if the algorithm gives each rank its own
+        weights."""
         every, step = self._ranks.config.verify_every, attachment.step
         if not every:
             return
@@ -89,7 +90,7 @@ class Verification:
             self._asked[attachment] = PendingComparison(step, answer)
 
     def finish(self) -> None:
-        """Called when the script has ended: report the results of the last comparisons, still under way. Raises
+        """Report the results of comparisons that are still under way. Called when the script has ended. Raises
         CommError."""
         for attachment, asked in list(self._asked.items()):
             self._look(attachment, asked, last=True)
@@ -114,7 +115,7 @@ class Verification:
 
     def compare(self, attachment: Attachment) -> list[list[int]]:
         """Return the checksums of each rank's current replica. Waits for all ranks."""
-        self._frozen.pop(attachment, None)  # a rank that joins has read none, so all ranks read theirs again
+        self._frozen.pop(attachment, None)  # a rank that joins has no checksums yet, so all ranks compute theirs again
         mine = json.dumps(self._checksums(attachment)).encode()
         return [json.loads(lane) for lane in self._ranks.tell(f"replicas{attachment.name}", mine)]
 
@@ -131,8 +132,8 @@ class Verification:
             self._report(attachment, every, f"{when}: it takes over that of rank {members[verdict.right]}")
 
     def _report(self, attachment: Attachment, every: Sequence[Sequence[int]], more: str) -> None:
-        """On a rank whose replica differs, count the difference, and warn the user of the first, second, fourth and so
-        on. This rank itself warns, as it knows its host."""
+        """On a rank whose replica differs, count the difference, and warn the user of the first, second, fourth, eighth
+        and so on. The rank itself warns, because it knows the name of its host."""
         ranks, verdict, measure = self._ranks, judge(every), attachment.measure
         if ranks.group.rank not in verdict.wrong:
             return

@@ -23,12 +23,12 @@ from dadt.train.restored import Trained
 
 _LAST, _GIVEN = 1, 2
 _MOST = 1 << 12
-"""Number of backwards of a step that are remembered, as some optimizers never step."""
+"""Maximum number of backwards of a step whose denominators are stored, as some optimizers never step."""
 _MEAN = "one mean of cross_entropy, nll_loss or binary_cross_entropy_with_logits"
 
 
 class Weighed(Trained, Protocol):
-    """Interface of an optimizer that DADT manages, as the code here uses it."""
+    """Interface of an optimizer that DADT manages, with the members that `Weighing` uses."""
 
     step: int
     algorithm: Algorithm
@@ -37,7 +37,7 @@ class Weighed(Trained, Protocol):
 
 
 class Rule(Enum):
-    """How ranks are weighed, the same on all ranks."""
+    """Rule by which ranks' gradients are weighed in the mean, the same on all ranks."""
 
     OPEN = "it is not known yet whether denominators are in proportion to samples"
     SAMPLES = "denominators have been in proportion to samples, or are not known"
@@ -47,15 +47,15 @@ class Rule(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Report of one rank to all others about one backward."""
+    """Report of one rank to all others about one backward pass."""
 
     fill: float = 0.0
-    """The rank's weight in this backward by its samples; 0 if none of them counts."""
+    """Weight of the rank's gradient in this backward by its number of samples; 0 if no sample counts."""
     over: float = nan
-    """Denominator of the loss; NaN if it is not known."""
+    """Number by which the loss divides its sum over targets; NaN if it is not known."""
     is_last: bool = True
     is_given: bool = False
-    """Whether the script has divided by a number of its own."""
+    """Whether the script itself has divided the loss, by a number of its own."""
 
     def pack(self) -> bytes:
         return _FORMAT.pack(self.fill, self.over, self.is_last * _LAST | self.is_given * _GIVEN)
@@ -70,20 +70,21 @@ _FORMAT = struct.Struct("<ddB")
 
 
 class Weighing:
-    """Weighs one optimizer's gradient on this rank.
+    """Computes the weight of one optimizer's gradient on this rank.
 
-    The gradient of a mean over D targets is a D-th of the gradient of their sum. So the mean over ranks equals that of
-    all ranks' targets together if each rank has the weight D. If several backwards add up to a step, each has a D of
-    its own, which ranks report to each other before it runs. In all other steps D is sent with the exchange. As long as
-    D is in proportion to the number of samples on all ranks, ranks are weighed by samples, which gives the same bits as
-    without denominators.
+    The gradient of a mean over D targets is the gradient of the sum divided by D (the denominator). So the weighted
+    mean over ranks equals the mean over all ranks' targets if each rank has the weight D. If several backwards add up
+    to a step, each has its own D, which ranks report to each other before the backward runs. In all other steps D is
+    sent with the exchange. As long as D is proportional to the number of samples on all ranks, ranks are weighed by
+    samples, which gives the same bits as without denominators.
     """
 
     def __init__(self, attachment: Weighed) -> None:
         self._attachment, self._config = attachment, attachment.ranks.config
         self._rule = Rule.OPEN
         self._unit = 1.0
-        """Denominator that gives the weight 1: a power of two, so that it changes no bit of a mean."""
+        """Denominator that corresponds to the weight 1. It is a power of two, so that dividing by it rounds no
+        value."""
         self._usual = 1.0
         """Last known ratio of this rank's weight by denominators to its weight by samples."""
         self._found: list[Denominator | None] = []
@@ -96,17 +97,18 @@ class Weighing:
         self._is_on = False
         """Whether the denominators of this step's losses are read."""
         self._has_looked = False
-        """Whether the check was made whether the user has to be told that a denominator is not known."""
+        """Whether DADT has already checked whether to inform the user that a denominator is not known."""
         self.launches_early = True
-        """Whether parts of the gradient may be sent during a backward. Not while ranks report each backward to each
-        other, since a later one may add to the gradient."""
+        """Whether parts of the gradient may be sent during a backward. They may not while ranks report each backward to
+        each other, since a later backward may add to the gradient."""
         self.density = nan
-        """Denominator of the coming exchange's gradient for each unit of weight by samples, which all ranks compare. If
-        losses with different denominators add up, a negative number that depends on all of them; NaN if one is not
-        known."""
+        """Denominator of the coming exchange's gradient divided by the rank's weight by samples, which all ranks
+        compare. If losses with different denominators add up, it is a negative number computed from all of them. NaN if
+        any denominator is not known."""
 
     def _is_wanted(self) -> bool:
-        """Whether denominators are read. A script that averages or divides by itself may have accounted for them."""
+        """Whether denominators are read. They are not by default in a script that averages gradients or divides data
+        itself, because it may already take them into account."""
         a = self._attachment
         if self._wanted is None:
             script, asked = a.optimizers.script, self._config.weigh
@@ -116,8 +118,8 @@ class Weighing:
 
     @property
     def _is_exact(self) -> bool:
-        """Whether ranks can report each backward to each other: this would wait for an exchange in flight, and for a
-        lost rank."""
+        """Whether ranks can report each backward to each other. They cannot if exchanges are in flight between steps or
+        ranks may be lost, because a report would wait for the exchange or for the lost rank."""
         return self._attachment.algorithm.in_flight == 0 and not self._config.min_np
 
     def _tells(self) -> bool:
@@ -127,7 +129,8 @@ class Weighing:
     # Backwards -------------------------------------------------------------------------------------------------
 
     def backward_begins(self, losses: torch.Tensor | Sequence[torch.Tensor]) -> float:
-        """Called before a backward of these losses. Returns the factor by which its gradients have to be multiplied."""
+        """Read the denominator of a backward of these losses, which is about to begin. Returns the factor by which its
+        gradients have to be multiplied."""
         if self._found and not self._told and all(p.grad is None for p in self._attachment.parameters):
             self._found = []  # the script has discarded the gradients of earlier backwards
         if not self._found:
@@ -155,8 +158,9 @@ class Weighing:
         return Counted(self._attachment.batch_weight.fill(index), nan if over is None else over, is_last, given)
 
     def _tell(self, mine: Counted) -> float:
-        """Report a backward to all ranks. Returns this rank's part in the sum of all gradients, times the number of
-        ranks; 1 if the part is not known or equals that by samples."""
+        """Report a backward to all ranks, and wait for their reports. Returns the factor of this rank's gradient, which
+        is the number of ranks times this rank's share of all denominators; 1 if the shares are not known or equal those
+        by samples."""
         a = self._attachment
         gathering = a.ranks.allgather(f"denominator {len(self._told)} of step {a.step}{a.name}", mine.pack())
         a.ranks.wait(gathering)
@@ -177,12 +181,12 @@ class Weighing:
                     p.grad.mul_(factor)
 
     def settle(self, *, again: bool = False) -> float:
-        """Called before an exchange, when no further backward adds to this rank's gradient. Returns the rank's weight.
-        Ranks that report each backward go on reporting until all ranks have made their last one. again: whether the
-        same gradient was exchanged before."""
+        """Return the weight of this rank's gradient in the coming exchange. Called when no further backward adds to the
+        gradient. Ranks that report each backward continue to report until all ranks have reported their last one.
+        again: whether the same gradient was exchanged before."""
         by_samples = self._attachment.batch_weight.value
         if self._wanted is not False and not self._found:
-            self._begin_step()  # no backward was seen on this rank, though perhaps on others
+            self._begin_step()  # no backward was seen on this rank, but other ranks may have had one
         if not self._is_on:
             return by_samples
         if not again and not self.launches_early:
@@ -231,12 +235,14 @@ class Weighing:
         each = [self._counted(i) for i in range(len(self._found))]
         if all(c.is_given and c.over == over for c in each):
             return over / by_samples
-        some = next(c.over / c.fill for c in each if c.fill)  # stands in for backwards that do not count on this rank
+        # used for backwards in which no sample of this rank counts
+        some = next(c.over / c.fill for c in each if c.fill)
         return -1.0 - crc32(b"".join(struct.pack("<d", c.over / c.fill if c.fill else some) for c in each))
 
     def agree(self, lanes: Sequence[StepMetadata]) -> bool:
-        """Compare all ranks' densities, with the same result on all ranks. Returns whether the ranks' weights were
-        wrong, so that a synchronous step has to exchange again."""
+        """Compare all ranks' densities (denominators divided by weights by samples), and choose the rule for later
+        steps, which is the same on all ranks. Returns whether the ranks' weights were wrong, so that a synchronous step
+        has to exchange again."""
         if not self._is_on or self._told or self._rule is Rule.BACKWARDS:
             return False
         before, first = self._rule, lanes[0].density
@@ -256,14 +262,14 @@ class Weighing:
         return before is not self._rule and self._rule is Rule.STEPS
 
     def exchanged(self) -> None:
-        """Called when an exchange has begun: later batches and backwards belong to the next one."""
+        """Forget the batches and backwards of an exchange that has begun; later ones belong to the next exchange."""
         self._attachment.batch_weight.exchanged()
         self._found, self._told, self._scaled, self.density = [], [], False, nan
 
     # The rule --------------------------------------------------------------------------------------------------
 
     def _judge(self, every: Sequence[tuple[float, float]]) -> None:
-        """Choose a rule by the weight by samples and the denominator of each rank's step."""
+        """Choose a rule. every: for each rank, the weight by samples and the denominator of its step."""
         self._rule = Rule.SAMPLES
         densities = [over / fill for fill, over in every if fill]
         if densities and not any(map(isnan, densities)):
@@ -291,7 +297,7 @@ class Weighing:
             self._begin(Rule.BACKWARDS, sum(c.over for c in each) / len(each))
 
     def _begin(self, rule: Rule, usual: float) -> None:
-        """Weigh ranks by denominators from now on. usual: a typical denominator."""
+        """Weigh ranks by denominators from now on. usual: a typical denominator, which gets about the weight 1."""
         self._rule, self._unit = rule, 2.0 ** round(log2(usual)) if usual > 0 else 1.0
         more = ", in each backward of a step" if rule is Rule.BACKWARDS else ""
         self._say(f"are not in proportion to its samples: they are its weight{more}")

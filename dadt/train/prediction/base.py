@@ -24,9 +24,10 @@ class Holds(enum.Enum):
     NOTHING = 0
     """The buffer contains no values that are still needed."""
     TRUE_WEIGHTS = 1
-    """The true weights, while the parameters show predicted ones."""
+    """The true weights, while the parameters contain predicted ones."""
     SUSPENDED = 2
-    """The true weights, which the parameters also show for a while; predicted weights wait in separate memory."""
+    """The true weights, which the parameters contain at the moment, too; the predicted weights are stored in separate
+    memory."""
     BEFORE = 3
     """The weights before the step that is about to be taken."""
     KNOWN = 4
@@ -36,21 +37,21 @@ class Holds(enum.Enum):
     AVERAGE = 6
     """The gradients that were just applied, while no exchange is under way."""
     AHEAD = 7
-    """The predicted weights, before the parameters show them."""
+    """The predicted weights, before they become the parameters' values."""
 
 
 _FIRST, _EVERY = 8, 64
-"""Number of first predictions, and interval of later ones, after which a check runs whether the script changed the
-weights meanwhile."""
+"""DADT checks whether the script has changed predicted weights after each of the first _FIRST predictions, and later
+after every _EVERY-th."""
 
 
 class Prediction:
     """Runs forward and backward at predicted weights, and shows the script true weights at all other times.
 
     One buffer per parameter contains in turn the prediction's input, the predicted weights and the true ones. If
-    possible, a parameter's memory is exchanged with the buffer's instead of copying values; it is back in its own
+    possible, the parameter and the buffer swap their memory instead of copying values; the parameter is back in its own
     memory whenever its weights are true. This bypasses autograd's version counter, which is safe as the backward reads
-    exactly the bits that the forward saw. This base class predicts nothing: see Displacement and Expectation.
+    exactly the bits that the forward saw. This base class predicts nothing; Displacement and Expectation do.
     """
 
     needs = 0
@@ -70,9 +71,10 @@ class Prediction:
         self._holds = Holds.NOTHING
         self._buffers: list[torch.Tensor] = []
         self._places: list[torch.Tensor] = []
-        """Memory of the predicted weights, which stays known even if the script gives a parameter other memory."""
+        """Memory of the predicted weights, which DADT still knows if the script gives a parameter other memory."""
         self._predicted: list[torch.Tensor] = []
-        """The predicted weights while the parameters show true ones for a while: in their own memory, or as copies."""
+        """The predicted weights, in their own memory or as copies, while the parameters temporarily contain the true
+        weights."""
         self._lent: list[bool] = []
         """For each parameter, whether its data pointer is exchanged for the predicted weights' memory instead of
         copying values."""
@@ -100,7 +102,7 @@ class Prediction:
 
     @property
     def wanted(self) -> bool:
-        """Whether the prediction has anything to compute predicted weights from."""
+        """Whether this prediction predicts weights at all; the base class does not."""
         return self.needs > 0
 
     @property
@@ -112,7 +114,8 @@ class Prediction:
         return self._holds is Holds.SUSPENDED
 
     def apply(self) -> None:
-        """Replace true weights by predicted ones; called at the first forward with gradients after a step."""
+        """Replace the true weights by predicted ones, if the next prediction can be computed. Called at the first
+        forward with gradients after a step."""
         mine = self.parameters
         if mine and mine[0].is_cuda and torch.cuda.is_current_stream_capturing():
             # A captured CUDA graph would read the predicted weights' memory in every replay, and would include the
@@ -185,8 +188,8 @@ class Prediction:
         return True
 
     def suspend(self) -> None:
-        """Show the true weights, but store the predicted ones so that `resume` can show them again: a forward or
-        backward before the step still needs them."""
+        """Put the true weights into the parameters, and store the predicted ones so that `resume` can put them back,
+        because a forward or backward before the step still needs them."""
         places, rows = self._places, self._rows
         if self.applied:
             lent = still_lent(rows)
@@ -198,7 +201,8 @@ class Prediction:
                 self._holds = Holds.NOTHING
 
     def resume(self) -> None:
-        """Show the predicted weights again after `suspend`; changes that the script made to the true weights are kept.
+        """Put the predicted weights back into the parameters after `suspend`; changes that the script has made to the
+        true weights are kept.
 
         Does nothing while torch traces or transforms a function, since the copies would become part of it.
         """
@@ -225,7 +229,7 @@ class Prediction:
 
     @property
     def _rows(self) -> list[ShownParameter]:
-        """One row per parameter while weights are predicted or suspended, otherwise an empty list."""
+        """One row per parameter while its predicted weights are in place or suspended, otherwise an empty list."""
         return list(map(ShownParameter, self.parameters, self._buffers, self._places, self._lent))
 
     def _show_true(self, rows: Sequence[ShownParameter], lent: Sequence[bool]) -> None:
@@ -242,7 +246,7 @@ class Prediction:
             self._suspicion = Later(torch.any((before != now) & torch.isfinite(now)))
 
     def _norms_now(self) -> list[torch.Tensor]:
-        """Return norms over one part of the predicted weights, precise enough to show a change in the last bit of one
+        """Return norms of one part of each predicted parameter, precise enough to show a change in the last bit of one
         value."""
         parts = (part(place, self._count % PARTS) for place in self._places if place.is_floating_point())
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
@@ -269,38 +273,40 @@ class Prediction:
                 self._found = True
 
     def arrived(self, scale: torch.Tensor | None) -> None:
-        """Called when `.grad` contains the averages, before the script changes them. scale: their loss scale."""
+        """Note the averages in `.grad`, if the prediction learns from them. Called before the script changes them.
+        scale: their loss scale."""
 
     def after_step(self, *, held: bool, scale: torch.Tensor | None) -> None:
-        """Called when the optimizer has stepped. held: whether it stepped without gradients. scale: loss scale of the
-        gradients just sent."""
+        """Note what the next prediction is computed from. Called when the optimizer has stepped. held: whether it
+        stepped without gradients. scale: loss scale of the gradients just sent."""
 
     def release(self, ids: set[int]) -> None:
-        """Stop predicting these parameters, as another optimizer steps and predicts them from now on."""
+        """Stop predicting the parameters with these ids, as another optimizer steps and predicts them from now on."""
         if any(id(p) in ids for p in self.owners):
             self.follow([p for p in self.owners if id(p) not in ids])
 
     def follow(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Called when the script froze, added or replaced parameters: what is known of the remaining ones is kept."""
+        """Predict these parameters from now on, since the script has frozen, added or replaced some. What is known of
+        parameters that remain is kept."""
         self.undo()
         self.given, owners = {id(p) for p in parameters}, _apart(parameters)
         parts = list(map(local, owners))
         self._keep(parts)
         self.owners, self.parameters, self.sharded = owners, parts, any(map(is_sharded, owners))
-        if not parts:  # parameters that come back are predicted anew
+        if not parts:  # if such parameters are trained again, their prediction starts from nothing
             self.forget()
 
     def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Keep the buffers of these parameters. New parameters get zeros, or their weights if buffers contain
-        weights."""
+        """Keep the buffers of these parameters only. Buffers of new parameters contain zeros, or the parameters'
+        weights if buffers contain weights."""
         if self._buffers:
             self._buffers = self._kept(self._buffers, parameters, weights=self._holds in (Holds.BEFORE, Holds.AHEAD))
 
     def _kept(
         self, buffers: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor], *, weights: bool = False
     ) -> list[torch.Tensor]:
-        """Return the buffers for these parameters. New parameters get zeros, or copies of their values with
-        `weights`."""
+        """Return the buffers of these parameters. New parameters get buffers of zeros, or with `weights` copies of
+        their values."""
         known = {id(p): b for p, b in zip(self.parameters, buffers, strict=True)}
         fresh = torch.clone if weights else torch.zeros_like
         return [b if (b := known.get(id(p))) is not None else fresh(p.data) for p in parameters]
@@ -310,7 +316,8 @@ class Prediction:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's content. This base class stores none, so it only drops what it knows."""
+        """Continue from the content that `state` returned for a checkpoint. This base class stores none, so it only
+        drops what it knows."""
         self.forget()
 
     def observe(self) -> dict[str, Any]:
@@ -333,8 +340,8 @@ class Prediction:
         have. scale: loss scale of the averages."""
 
     def forget(self) -> None:
-        """Called when a step was skipped or the script replaced the weights: drop what the next prediction would be
-        computed from."""
+        """Drop what the next prediction would be computed from, because a step was skipped or the script has replaced
+        the weights."""
         self.undo()
         self._holds = Holds.NOTHING
 
@@ -350,15 +357,15 @@ def traces() -> bool:
 
 
 def _apart(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Leave out parameters that share memory with an earlier one, since restoring the same weights twice would
-    overwrite them."""
+    """Return the parameters without those that share memory with an earlier one, since restoring the same weights twice
+    would overwrite them."""
     places = [(p, local(p)) for p in parameters]
     first = {part.data_ptr(): id(p) for p, part in reversed(places) if part.numel()}
     return [p for p, part in places if not part.numel() or first[part.data_ptr()] == id(p)]
 
 
 def tensors_of(parameters: Sequence[torch.Tensor], values: Tensors) -> list[torch.Tensor]:
-    """Return a copy of each parameter's value; zeros for a parameter without one."""
+    """Return a copy of each parameter's tensor in `values`; zeros for a parameter that is not in it."""
     fresh = [torch.zeros_like(local(p.data)) for p in parameters]
     return [f.copy_(values[p]) if p in values else f for p, f in zip(parameters, fresh, strict=True)]
 
@@ -369,7 +376,8 @@ def beside_parameters(parameters: Sequence[torch.Tensor], values: Sequence[torch
 
 
 def _fits(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> bool:
-    """Whether there is a value of the right shape for each parameter, or no value at all."""
+    """Whether `values` is empty, or has one entry for each parameter, which is None or a tensor of the parameter's
+    shape."""
     alike = len(values) == len(parameters)
     return not values or (
         alike and all(v is None or v.shape == p.shape for p, v in zip(parameters, values, strict=True))

@@ -1,4 +1,4 @@
-"""Prediction from how far the last steps have moved the weights, which needs no knowledge of the optimizer."""
+"""Predicts weights from how far the last steps have moved them, which needs no knowledge of the optimizer."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Displacement(Prediction):
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], factors: Callable[[], tuple[float, float]]) -> None:
-        """factors: returns `factor` and `older` of the formula above. Called at each prediction, as a schedule such as
-        OneCycleLR may change the momentum from which they are computed."""
+        """factors: function that returns `factor` and `older` of the formula in the class's docstring. It is called at
+        each prediction, as a schedule such as OneCycleLR may change the momentum from which they are computed."""
         super().__init__(parameters)
         self._factors = factors
         self.factor, self.older = factors()
@@ -32,7 +32,8 @@ class Displacement(Prediction):
 
     def _go_ahead(self) -> bool:
         factor, older = self._factors()
-        if bool(older) == bool(self.older):  # the buffers fit only if the factor stays zero or stays nonzero
+        # buffers of the displacement before the last are needed only if `older` is not 0
+        if bool(older) == bool(self.older):
             self.factor, self.older = factor, older
         factor = self.factor
         if self.older:
@@ -126,7 +127,7 @@ def auto_factors(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
     With momentum or first beta m: 2m and -m, that is m times the extrapolation 2 d(t) - d(t-1). If gradients are one
     step late, momentum narrows the stable range of learning rates from 2(1+m) to 1-m; with this prediction it is at
     least 0.5 for every m (docs/algorithms.md). Nesterov's step looks ahead by itself, so its factor is 1. Without
-    momentum prediction does harm, so the factors are 0.
+    momentum, prediction worsens training, so the factors are 0.
     """
     return factors_by(*momentum_of(optimizer))
 

@@ -1,4 +1,5 @@
-"""Prediction by the optimizer's own next step, with what the rank knows of the averaged gradient that will arrive."""
+"""Predicts weights by the optimizer's own next step, with a gradient that the rank expects from what it knows of the
+averaged gradient that will arrive."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ DAMPING = 0.5
 predictions from drifting apart."""
 
 _SOME = 8
-"""Number of gradients whose norms are compared to find out by how much the script scales all gradients."""
+"""Number of gradients whose norms are compared before and after the script changes them, to find out by how much it
+scales all gradients."""
 
 
 def share_of(ranks: int) -> float:
@@ -65,11 +67,11 @@ class Expectation(Prediction):
         self.share = share
         self._optimizer = weakref.ref(optimizer)
         self._came: tuple[Gradients, list[int]] = ([], [])
-        """The averages as they arrived, and their autograd versions."""
+        """The averaged gradients as they arrived, and their autograd versions."""
         self._sampled: list[torch.Tensor] = []
-        """Sample of parameters whose averages show by how much the script scales all gradients."""
+        """A few of the parameters, whose averaged gradients show by how much the script scales all gradients."""
         self._came_norms: list[torch.Tensor] = []
-        """Norms of the sampled averages as they arrived."""
+        """Norms of the averaged gradients of the parameters in `_sampled`, as they arrived."""
         self._came_scale: torch.Tensor | float = 1.0
         """Loss scale of the averages that arrived last."""
         self._clip: torch.Tensor | float = 1.0
@@ -77,11 +79,12 @@ class Expectation(Prediction):
         self._own: Gradients = []
         """This rank's own gradients that were just sent."""
         self._previous: Gradients = []
-        """This rank's own gradients that were sent before the last ones; empty if not known."""
+        """This rank's own gradients of the step before the last, which were sent one step earlier than the last; empty
+        if not known."""
         self._previous_scale: torch.Tensor | float = 1.0
         """Loss scale of the gradients that were sent before the last ones."""
         self._terms: list[Term] = []
-        """Terms of the expected gradient, as long as their sum is not in the buffers."""
+        """Terms of the expected gradient; empty once the buffers contain their sum."""
         self._versions: list[list[int]] = []
         """Autograd versions of the gradients in the expected gradient's terms, from which a change is detected."""
         self._in_place = False
@@ -92,7 +95,8 @@ class Expectation(Prediction):
         self._kernel = Kernel()
         """Computes the next weights of parameters on a GPU."""
         self._seen: dict[int, LastColumns] = {}
-        """For each group of parameters with equal factors, by index: the tensors known to suit the C++ core's loops."""
+        """For each group of parameters with equal factors, by its index, the tensors that were found suitable for the
+        C++ core's loops."""
         self._absent: set[int] = set()
         """Ids of parameters without an expected gradient, which the optimizer will skip."""
 
@@ -108,8 +112,8 @@ class Expectation(Prediction):
             self._expect_first(scale, delivery)
 
     def _keep_own(self, delivery: Set[int]) -> Gradients:
-        """Return this rank's own gradients, to be used until the step after the next one. Gradients in the memory where
-        averages arrive are copied."""
+        """Return this rank's own gradients, which are needed until the step after the next one. Gradients in memory
+        where averages will arrive are copied."""
         kept = self._gradients()
         if delivery.isdisjoint(map(address, _present(kept))):
             return kept
@@ -122,8 +126,8 @@ class Expectation(Prediction):
         return kept
 
     def _expect_first(self, scale: torch.Tensor | None, delivery: Set[int]) -> None:
-        """Compute the first expected gradient from the average of the last synchronous step, in the buffers, and the
-        own gradients in `.grad`."""
+        """Compute the first expected gradient from the average of the last synchronous step, which is in the buffers,
+        and this rank's own gradients in `.grad`."""
         self._previous = self._keep_own(delivery)
         self._absent &= {id(p) for p, g in zip(self.parameters, self._previous, strict=True) if g is None}
         self._previous_scale = 1.0 if scale is None else scale
@@ -165,8 +169,8 @@ class Expectation(Prediction):
             self._settle()
 
     def _expect(self, scale: torch.Tensor | float) -> None:
-        """Set the terms of the expected gradient: the own gradients just sent, the own ones sent before, and the
-        averages in `.grad`. scale: loss scale of the gradients just sent."""
+        """Set the terms of the expected gradient: the this rank's own gradients just sent, those that it sent one step
+        before, and the averages in `.grad`. scale: loss scale of the gradients just sent."""
         gradients = self._gradients()
         average, terms = 1 - self.share, [(self._own, self.share * self._clip / scale)]
         if self._previous:
@@ -192,7 +196,7 @@ class Expectation(Prediction):
         return bool(self._terms) and _versions(self._terms) != self._versions
 
     def _settle(self) -> None:
-        """Compute the expected gradient into the buffers before the gradients in its terms change."""
+        """Write the expected gradient into the buffers before the gradients that are its terms change."""
         terms, self._terms = self._terms, []
         self._sum(self._buffers, *terms)
 
@@ -213,7 +217,8 @@ class Expectation(Prediction):
         return {id(p) for p, _, g in rows if g is None}
 
     def _changed(self) -> bool:
-        """Whether the script has clipped or otherwise changed the averages, as sharded ones are taken to be."""
+        """Whether the script has clipped or otherwise changed the averages. Averages of sharded parameters always count
+        as changed."""
         (came, versions), self._came = self._came, ([], [])
         if len(came) != len(self.parameters):
             return False
@@ -265,8 +270,8 @@ class Expectation(Prediction):
         counted = on_gpu and self._kernel.works
         groups = next_steps(optimizer, ahead, counted=counted) if optimizer is not None else ()
         for i, group in enumerate(groups):
-            # Column `without` has the gradients sent before the last ones. It is not remembered, so that the memory of
-            # gradients that are not needed any more can be reused.
+            # Column `without` contains the gradients that were sent one step before the last. It is not remembered, so
+            # that the memory of gradients that are not needed any more can be reused.
             seen = self._seen.setdefault(i, LastColumns(without=len(ParameterStep._fields)))
             if on_gpu:
                 moving = [(*step, *(rows[id(step.parameter)] or (step.expected,))) for step in group.steps]
@@ -274,7 +279,8 @@ class Expectation(Prediction):
             else:
                 self._foresee(group.factors, group.steps, rows, [float(weight) for weight in weights], seen)
         for p, b in zip(self.parameters, self._buffers, strict=True) if ahead or self._absent else ():
-            if id(p) in ahead or id(p) in self._absent:  # the optimizer skips this parameter or has never stepped it
+            # the optimizer skips this parameter, or has not yet updated it, so that its next step is not known
+            if id(p) in ahead or id(p) in self._absent:
                 b.copy_(p.data)
         return True
 
@@ -286,7 +292,7 @@ class Expectation(Prediction):
         weights: Sequence[float],
         seen: LastColumns,
     ) -> None:
-        """Write the next weights of these parameters into their buffers."""
+        """Write the weights after the optimizer's next step into the buffers of these parameters."""
         groups, others = grouped([(*step, *rows[id(step.parameter)]) for step in steps], seen)
         for dtype, counts, (parameters, ahead, momenta, squares, *sources) in groups:
             next_step = _core.NextStep(**factors)

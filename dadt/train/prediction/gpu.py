@@ -1,4 +1,5 @@
-"""Computes the next weights of parameters on a GPU: by one Triton kernel, or by tensor operations without Triton."""
+"""Computes the weights after the optimizer's next step for parameters on a GPU, by one Triton kernel, or by tensor
+operations if Triton is not available."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ _STEP = len(ParameterStep._fields)
 
 
 class Kernel:
-    """Computes next weights row by row. A row contains the tensors of a ParameterStep, of which `expected` receives the
-    next weights, and then the terms of the expected gradient, one of which may share the memory of `expected`. If a
-    result is NaN or infinite, the weight stays as it is.
+    """Computes the weights after the optimizer's next step. Each row contains the tensors of one ParameterStep, of
+    which `expected` receives the computed weights, and then the terms of the expected gradient, one of which may share
+    the memory of `expected`. If a result is NaN or infinite, the weight stays as it is.
     """
 
     @cached_property
@@ -33,7 +34,8 @@ class Kernel:
         return gpu_kernel.KernelLauncher().foresee
 
     def foresee(self, group: Group, rows: Sequence[Row], weights: Weights, seen: LastColumns) -> None:
-        """Compute the next weights of these parameters. weights: one for each term of the expected gradient."""
+        """Compute the next weights of the parameters in these rows. weights: the factor of each term of the expected
+        gradient."""
         kinds, others = by_kind(rows, seen)
         for (dtype, device), some in kinds.items():
             fits = device.type == "cuda" and dtype is not torch.float64

@@ -1,5 +1,5 @@
-"""Computes the next weights of a GPU's parameters in one kernel launch, which reads weights, gradients and optimizer
-state once.
+"""Computes the weights after the optimizer's next step for all parameters on a GPU, by one kernel launch that reads
+weights, gradients and optimizer state once.
 
 As tensor operations, this takes about 12 launches for each parameter (docs/results/speed.md).
 """
@@ -19,13 +19,13 @@ from dadt.train.prediction.rows import Column, Row, addresses
 BLOCK = 1024
 """Number of elements that one program of the kernel computes."""
 _KEPT = 256
-"""Number of recently used grids to keep: each group of an optimizer has its own, and the set of trained parameters may
-change between steps."""
+"""Maximum number of recently used grids to store. Each group of an optimizer has a grid of its own, and the set of
+trained parameters may change between steps."""
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Grid(NamedTuple):
-    """Launch data that stay equal from step to step for parameters of the same sizes."""
+    """Arguments of a kernel launch that stay equal from step to step for parameters of the same sizes."""
 
     programs: int
     row_of: torch.Tensor
@@ -98,8 +98,8 @@ class KernelLauncher:
         self._grids: dict[tuple[torch.device, tuple[int, ...]], Grid] = {}
 
     def foresee(self, group: Group, rows: Sequence[Row], weights: Sequence[torch.Tensor | float]) -> None:
-        """Compute the next weights of these parameters, whose rows have one dtype and device. weights: one for each
-        term of the expected gradient."""
+        """Compute the next weights of these parameters, whose rows have one dtype and device. weights: the factor of
+        each term of the expected gradient."""
         first = rows[0][0]
         assert first is not None
         with torch.cuda.device(first.device):  # Triton launches on the current device
@@ -154,7 +154,8 @@ def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _weights(weights: Sequence[torch.Tensor | float], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each weight as two factors, one known on the host and one known on the device; the unused factor is 1."""
+    """Return two factors for each term's weight, one known on the host and one known on the device; the factor that is
+    not used is 1."""
     hosts = [1.0 if isinstance(weight, torch.Tensor) else weight for weight in weights]
     devices = torch.ones(len(weights), dtype=torch.float32, device=device)
     for i, weight in enumerate(weights):
@@ -164,7 +165,7 @@ def _weights(weights: Sequence[torch.Tensor | float], device: torch.device) -> t
 
 
 def _counts(group: Group, weight: Column) -> Column:
-    """Return the step counts of the parameters that are stored on the device; None for each if the host counts."""
+    """Return the parameters' step counts if they are stored on the device; a list of None if the host knows them."""
     if group.counts is None:
         return [None] * len(weight)
     known = {id(step.parameter): count for step, count in zip(group.steps, group.counts.steps, strict=True)}

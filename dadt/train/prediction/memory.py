@@ -1,5 +1,5 @@
-"""Swaps parameters between their own memory and the memory of predicted weights, and finds out which other tensors
-share a memory."""
+"""Finds out whether parameters may be moved between their own memory and the memory of predicted weights, because no
+other tensors share it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ _USES = _uses_of_two()
 
 
 def lends(parameter: torch.Tensor) -> bool:
-    """Whether a parameter, whose memory one of DADT's tensors shares, may be given other memory: on a CPU or GPU, if no
-    further tensor, such as a view, shares it."""
+    """Whether a parameter may be given other memory: it must be on a CPU or GPU, and only one tensor of DADT's, and no
+    other such as a view, may share its memory."""
     return _may_lend(parameter) and bool(storage_uses(parameter.untyped_storage()._cdata) <= _USES)
 
 
 class Memory:
-    """One tensor for each parameter. Checks that each step makes on all of them are done without Python loops."""
+    """The memory of one tensor for each parameter. It checks all parameters at once without Python loops, as each step
+    needs these checks."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors

@@ -1,4 +1,4 @@
-"""Weights after the next step of SGD or Adam, computed from the optimizer's state and an expected gradient."""
+"""Computes the weights after the next step of SGD or Adam from the optimizer's state and an expected gradient."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from dadt.comm.shards import PART
 
 Factors = dict[str, float]
-"""Factors of one optimizer step, by their names in _core.NextStep."""
+"""Factors of the formula for one optimizer step, by their names in _core.NextStep."""
 
 
 class ParameterStep(NamedTuple):
-    """One parameter, with everything from which its next step is computed."""
+    """One parameter with the gradient and optimizer state from which its next step is computed."""
 
     parameter: torch.Tensor
     expected: torch.Tensor
@@ -44,15 +44,15 @@ class ParameterStep(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Step counts stored on a GPU, with what a kernel needs to compute each step's factors from them. The factors of
-    the Group itself are then those after infinitely many steps."""
+    """Step counts stored on a GPU, with the numbers from which a kernel computes each step's factors. The factors in
+    the Group are in this case those after infinitely many steps."""
 
     steps: list[torch.Tensor]
     log_beta1: float
     log_beta2: float
     """log2 of Adam's second beta; -inf for a beta of 0."""
     factors: Callable[[float], Factors]
-    """Returns the factors after a number of steps."""
+    """Function that returns the factors after a number of steps."""
 
 
 class Group(NamedTuple):
@@ -64,10 +64,10 @@ class Group(NamedTuple):
 
 
 def known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's next step can be computed: for torch's SGD, Adam and AdamW, and for classes that inherit
-    their step.
+    """Whether the optimizer's next step can be computed. It can for torch's SGD, Adam and AdamW, and for classes that
+    inherit their `step`.
 
-    Not with `amsgrad`, whose step depends on the largest second moment so far.
+    It cannot with `amsgrad`, whose step depends on the largest second moment so far.
     """
     steps: list[Callable[..., Any]] = [torch.optim.SGD.step, torch.optim.Adam.step, torch.optim.AdamW.step]
     own: Callable[..., Any] = type(optimizer).step
@@ -79,8 +79,8 @@ def known(optimizer: torch.optim.Optimizer) -> bool:
 def next_steps(
     optimizer: torch.optim.Optimizer, expected: dict[int, torch.Tensor], *, counted: bool = False
 ) -> Iterator[Group]:
-    """Yield the parameters' next steps, grouped by factors. Removes each yielded parameter from `expected` (gradients
-    by their parameters' ids); a parameter that Adam has not stepped yet stays in it.
+    """Yield the parameters' next steps, grouped by factors. expected: the gradient of each parameter, by the
+    parameter's id. Each yielded parameter is removed from it; a parameter that Adam has not updated yet stays in it.
 
     counted: whether to leave step counts that are stored on a GPU unread, since the host would have to wait.
     """
@@ -170,5 +170,5 @@ def _factors(
 
 
 def _real(t: torch.Tensor) -> torch.Tensor:
-    """Return complex tensors as pairs of real numbers, as Adam computes on them."""
+    """Return a complex tensor as pairs of real numbers, on which Adam computes."""
     return torch.view_as_real(t) if t.is_complex() else t

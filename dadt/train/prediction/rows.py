@@ -1,4 +1,4 @@
-"""Rows of tensors, one row for each parameter, as the C++ core's loops or a GPU kernel process them."""
+"""Groups tensors into rows, one for each parameter, that the C++ core's loops or a GPU kernel can process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Kind = tuple[torch.dtype, torch.device]
 
 
 class LastColumns:
-    """Remembers the columns that were found to have one dtype, device and memory order in the last step: most columns
-    of the next step are the same objects, and need no further check."""
+    """Remembers the columns that were found to have one dtype, device and memory order in the last step, because most
+    columns of the next step consist of the same objects and need no further check."""
 
     def __init__(self, without: int | None = None) -> None:
         """without: index of a column whose tensors must not be kept alive."""
@@ -57,7 +57,7 @@ class LastColumns:
 
 
 def grouped(rows: Iterable[AnyRow], seen: LastColumns | None = None) -> tuple[list[Group], list[AnyRow]]:
-    """Split the rows into groups, by dtype, that the C++ core's loops can process, and all other rows."""
+    """Return groups of rows, by dtype, that the C++ core's loops can process, and the list of all other rows."""
     kinds, others = by_kind(rows, seen)
     groups = []
     for (_, device), some in kinds.items():
@@ -69,8 +69,8 @@ def grouped(rows: Iterable[AnyRow], seen: LastColumns | None = None) -> tuple[li
 
 
 def by_kind(rows: Iterable[AnyRow], seen: LastColumns | None = None) -> tuple[dict[Kind, list[AnyRow]], list[AnyRow]]:
-    """Split the rows into those whose tensors have one dtype, device and memory order, grouped by dtype and device, and
-    all other rows."""
+    """Return the rows whose tensors have one dtype, device and memory order, grouped by dtype and device, and the list
+    of all other rows."""
     every = list(rows)
     if every and (seen or LastColumns()).fit(list(zip(*every, strict=True))):
         first = every[0][0]
@@ -115,8 +115,8 @@ def _fit(row: Row) -> bool:
 
 
 def _walks(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether the tensor's memory order has these strides. Strides of dimensions of size 1 do not matter: there,
-    gradients of 1x1 convolutions often differ from their weights."""
+    """Whether the tensor has these strides, apart from dimensions of size 1, whose strides do not matter and often
+    differ between the weights of 1x1 convolutions and their gradients."""
     mine = tensor.stride()
     return len(mine) == len(stride) and all(
         n == 1 or a == b for n, a, b in zip(tensor.shape, mine, stride, strict=True)

@@ -1,4 +1,5 @@
-"""Parameters that show predicted weights: restores their true weights, and detects changes by the script."""
+"""Restores the true weights of parameters that contain predicted weights, and detects changes of these by the
+script."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ import torch
 from dadt.train.prediction.memory import lends
 
 PARTS, _LEAST = 4, 4096
-"""Number of parts of each parameter, of which each check reads a different one, and minimum number of elements of a
-part."""
+"""Number of parts into which each parameter is divided, since each check reads one part only, and minimum number of
+elements of a part."""
 
 
 class ShownParameter(NamedTuple):
-    """One parameter that shows predicted weights, or whose predicted weights are suspended."""
+    """One parameter that contains predicted weights, or whose predicted weights are suspended."""
 
     parameter: torch.Tensor
     true: torch.Tensor
@@ -33,8 +34,8 @@ def still_lent(rows: Sequence[ShownParameter]) -> list[bool]:
 
 
 def show(rows: Sequence[ShownParameter], lent: Sequence[bool]) -> None:
-    """Let the parameters have their true weights again: give them the memory of these where `lent` says so, and copy
-    the weights elsewhere."""
+    """Restore the parameters' true weights: where `lent` is true, by giving the parameter the memory of its true
+    weights, otherwise by copying them."""
     copied = []
     for (p, true, place, _), by_memory in zip(rows, lent, strict=True):
         if by_memory:
@@ -56,7 +57,8 @@ def copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def part(t: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the values of part `number` of a tensor that is divided into PARTS; the first part if there are fewer."""
+    """Return the values of part `number` of a tensor that is divided into PARTS parts, or of the first part if the
+    tensor has fewer parts."""
     size = max(_LEAST, -(-t.numel() // PARTS))
     begin = number * size if number * size < t.numel() else 0
     flat = torch.as_strided(t, (t.numel(),), (1,)) if _is_dense(t) else t.flatten()
@@ -75,5 +77,5 @@ def _moved(now: torch.Tensor, place: torch.Tensor) -> bool:
 
 
 def replaced(now: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether the two tensors have different values, in different memory."""
+    """Whether the two tensors have the same shape, but different values in different memory."""
     return now.shape == place.shape and not _moved(now, place)
