@@ -1,5 +1,5 @@
-"""Training algorithms: which data ranks exchange, when, and how the result changes the weights. Each algorithm is a
-file or folder of this package, listed in dadt/config/extensions.py."""
+"""Training algorithms, which decide what data ranks exchange, when, and how the result changes the weights. Each
+algorithm is a file or folder of this package, listed in dadt/config/extensions.py."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def grouped_all_reduce(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> Handle[list[Tensor]]:
-    """All-reduce a group of tensors together: nothing moves before every rank has submitted the whole group.
+    """All-reduce a group of tensors together. No data is sent before every rank has submitted the whole group.
 
     tensors: same number, dtypes and shapes on all ranks. They are fused up to `group_buffer_size` bytes.
     """

@@ -50,9 +50,9 @@ def run(
     """Call `function(*args, **kwargs)` in `np` worker processes, on this host or on `hosts` ("host1:2,host2:2" or a
     list), and return the results by rank.
 
-    In the function, training is distributed as under `dadt run`. settings: the knobs of Config, such as
-    algorithm="sync". Arguments and results must be picklable; functions and classes of a notebook are. With
-    launcher="ray", Ray chooses the hosts, and arguments travel through its object store.
+    In the function, training is distributed as under `dadt run`. settings: fields of Config, such as algorithm="sync".
+    Arguments and results must be picklable; functions and classes of a notebook are. With launcher="ray", Ray chooses
+    the hosts, and arguments travel through its object store.
 
     Raises the exception of the worker that failed first, with its traceback as the cause; DadtError if a worker ended
     without an exception or could not be started; KeyboardInterrupt after Ctrl-C.

@@ -103,7 +103,7 @@ def _described(names: Mapping[int, str], optimizer: torch.optim.Optimizer) -> li
 
 
 def check(builds: Sequence[Build], members: Sequence[int], which: str) -> None:
-    """Raises Mismatch if any rank's description of its optimizer differs from that of the first rank. members: ranks
+    """Raise Mismatch if any rank's description of its optimizer differs from that of the first rank. members: ranks
     that sent the descriptions, in the same order. which: suffix that names the optimizer in messages."""
     restored = any(each.restored for each in builds) or len({tuple(each.epochs) for each in builds}) > 1
     for rank, other in zip(members, builds, strict=True):
@@ -117,7 +117,7 @@ Difference = tuple[str, Any, Any, str]
 
 
 def _check_order(rank: int, other: Build, first: int, firsts: Build, which: str) -> None:
-    """Raises Mismatch if two ranks list the same parameters in different orders, because averages would reach another
+    """Raise Mismatch if two ranks list the same parameters in different orders, because averages would reach another
     parameter of equal shape."""
     order, expected = ([name for name, _ in each.parameters] for each in (other, firsts))
     if order != expected and sorted(order) == sorted(expected):

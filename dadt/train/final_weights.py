@@ -108,7 +108,7 @@ class FinalWeights:
                 self._judge(attachment, each)
 
     def _judge(self, attachment: Attachment, each: Sequence[dict[str, Any]]) -> None:
-        """Raises WeightsDiffer if this optimizer's weights differ between ranks."""
+        """Raise WeightsDiffer if this optimizer's weights differ between ranks."""
         if len({len(told["sums"]) for told in each}) > 1:
             return
         by_place = dict[int, list[Any]]()

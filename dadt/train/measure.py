@@ -1,4 +1,4 @@
-"""Measures how a rank spends its time: computing, exchanging or waiting."""
+"""Measures how much time a rank spends computing, exchanging and waiting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _WINDOW = 200  # number of steps over which medians are computed
 
 
 class RankSeconds(Protocol):
-    """Interface of the seconds that one rank has spent so far, summed over all of its optimizers."""
+    """Interface of an object that counts the seconds that one rank has spent so far, summed over all of its
+    optimizers."""
 
     hook_seconds: float
     """Seconds spent in DADT's hooks around steps, including waits."""
@@ -53,8 +54,8 @@ class Measure:
         self.last = 0.0
 
     def exchanged(self, moving: float, waited: float) -> None:
-        """Record one exchange. moving: seconds in which its bytes moved; waited: seconds for which the training thread
-        waited."""
+        """Record one exchange. moving: seconds in which it transferred bytes; waited: seconds for which the training
+        thread waited for it."""
         self._exchange.append(moving)
         self._rank.waits += waited
         self._waited_in_step += waited
@@ -69,7 +70,7 @@ class Measure:
         self._alone = deque(state.get("alone", ()), _WINDOW)
 
     def stepped(self) -> None:
-        """Called when a step is complete: record its times."""
+        """Record the times of a step that is complete."""
         now, hooked, waits = perf_counter(), self._rank.hook_seconds, self._rank.waits
         if self._step_ended:
             self._added.append(hooked - self._hooked)

@@ -14,7 +14,7 @@ _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RA
 
 
 class Moment(NamedTuple):
-    """How the optimizer updates the momentum of one param_group: m = old * m + new * gradient."""
+    """Describes how the optimizer updates the momentum of one param_group: m = old * m + new * gradient."""
 
     old: float
     new: float

@@ -1,7 +1,7 @@
 """The state of a rank's training between two steps, for a snapshot. Recording it waits for no other rank and changes
 nothing.
 
-State that all ranks have in common has the form of a checkpoint, so that another number of ranks can continue from it.
+State that is equal on all ranks has the form of a checkpoint, so that another number of ranks can continue from it.
 State of one rank alone (its part of the gradient in flight and of the prediction, its compression residuals) is stored
 separately, and lets the rank continue bit for bit.
 """
@@ -29,7 +29,7 @@ class Observation:
             key: {indices[p]: t for p, t in value.items() if p in indices} if isinstance(value, dict) else value
             for key, value in a.prediction.state().items()
         }
-        """The part of the prediction that all ranks have in common, in the form of a checkpoint."""
+        """The part of the prediction that is equal on all ranks, in the form of a checkpoint."""
         self.own: dict[str, Any] = {
             "prediction": a.prediction.observe(),
             "barred": a.prediction.barred,
@@ -58,7 +58,7 @@ class Observation:
             self.own["owes"] = _owes(a)
 
     def state(self) -> dict[str, Any]:
-        """Return a copy of the algorithm's state, which all ranks have in common; call it after `complete`."""
+        """Return a copy of the algorithm's state, which is equal on all ranks. Call this method after `complete`."""
         return state_of(self.attachment)
 
 

@@ -172,7 +172,7 @@ class Optimizers:
         return max((each.last_epoch / end for each, end in ends if isinstance(end, int) and end > 0), default=0.0)
 
     def compare(self, optimizer: torch.optim.Optimizer, which: str, *, loaded: bool) -> None:
-        """Raises Mismatch if ranks have built different optimizers or models. Waits for all ranks. loaded: whether this
+        """Raise Mismatch if ranks have built different optimizers or models. Waits for all ranks. loaded: whether this
         rank has loaded state into an optimizer."""
         over = [(each, made) for ref, made in self._schedulers if (each := ref()) is not None]
         schedulers = [(made, each.last_epoch) for each, made in over if each.optimizer is optimizer]

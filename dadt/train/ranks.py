@@ -139,7 +139,8 @@ class Ranks:
         return self.config.min_np > 0 and self.deaths.listening
 
     def say(self, text: str, level: str = "info") -> None:
-        """Print one line to the user, each text once. Information is printed by rank 0 only, warnings by any rank."""
+        """Print a line for the user, unless the same text was printed before. Information is printed by rank 0 only,
+        warnings by any rank."""
         if text in self._said or (self.world.rank != self._speaker and level == "info"):
             return
         self._said.add(text)

@@ -11,7 +11,8 @@ from dadt.train.interruption import Interruption
 
 
 class Requests:
-    """The agent's requests that one rank has received."""
+    """Requests that one rank has received from its agent: to save a checkpoint, to stop (Ctrl-C), and to let new
+    workers join."""
 
     def __init__(self) -> None:
         self.checkpoint_signal = CheckpointSignal()

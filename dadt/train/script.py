@@ -32,8 +32,8 @@ class Script:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the script has distributed code of its own: it calls `dadt.init`, or has a process group and knows
-        its rank. The script then divides its data and saves files itself."""
+        """Whether the script has distributed code of its own, because it calls `dadt.init`, or has a process group and
+        knows its rank. The script then divides its data and saves files itself."""
         # The flag stays set after the script has destroyed its process group, as the script still saves by rank
         # afterwards.
         self._distributed |= torch.distributed.is_available() and torch.distributed.is_initialized()

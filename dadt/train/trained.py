@@ -1,4 +1,4 @@
-"""The parameters that an optimizer trains, and the modules that contain them."""
+"""Lists the parameters that an optimizer trains, and the modules that contain them."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ class PendingComparison(NamedTuple):
 
 
 class FrozenSum(NamedTuple):
-    """A frozen parameter's checksum."""
+    """A frozen parameter's checksum, with the parameter's autograd version and address, which show later whether it was
+    changed."""
 
     checksum: int
     version: int

@@ -334,12 +334,12 @@ class StepRecord:
 
 
 def given_algorithm(a: Attachment) -> str:
-    """Return the algorithm that the user asks for; empty if `--algorithm auto` leaves the choice to DADT."""
+    """Return the algorithm that the user has set; empty if `--algorithm auto` leaves the choice to DADT."""
     return "" if a.ranks.config.algorithm == "auto" else a.ranks.config.algorithm
 
 
 def given_compression(a: Attachment) -> str:
-    """Return the compression that the user asks for; empty if `--compression auto` leaves the choice to DADT."""
+    """Return the compression that the user has set; empty if `--compression auto` leaves the choice to DADT."""
     return "" if a.ranks.config.compression == "auto" else a.ranks.config.compression
 
 
@@ -355,22 +355,22 @@ def algorithms(a: Attachment, *, may_part: bool) -> list[str]:
 
 
 def compressions(a: Attachment) -> Sequence[str]:
-    """Return the compressions to choose from: the user's, or all that cost this optimizer no accuracy with some
-    algorithm."""
+    """Return the compressions to choose from: the one that the user has set, otherwise all that cost this optimizer no
+    accuracy with some algorithm."""
     given, shown = given_compression(a), SHOWN[kind(a)]
     more = shown.synchronous if given_algorithm(a) in ("", "sync") else ()
     return [given] if given else [*shown.compressions, *more]
 
 
 def costs_nothing(a: Attachment, way: Choice) -> bool:
-    """Whether this choice's compression costs the optimizer no accuracy, or is the one that the user asks for."""
+    """Whether this choice's compression costs the optimizer no accuracy, or is the one that the user has set."""
     shown = SHOWN[kind(a)]
     allowed = [given_compression(a), *shown.compressions, *(shown.synchronous if way.algorithm == "sync" else ())]
     return way.compression in allowed
 
 
 def to_try(a: Attachment) -> list[str]:
-    """Return the compressions to try in the last warm-up steps: those that earlier steps do not use already."""
+    """Return the compressions to try in the last warm-up steps, which are those that earlier steps do not use."""
     given = given_compression(a)
     if not given:
         return [name for name in compressions(a) if name != "none"]

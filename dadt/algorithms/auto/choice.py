@@ -93,8 +93,7 @@ class Shape:
 
 
 def slowest(every: Sequence[Times]) -> Times:
-    """Return the maximum of each time over all ranks: in a synchronous step all wait for the rank that computes
-    longest."""
+    """Return the maximum of each time over all ranks, because in a synchronous step all ranks wait for the slowest."""
     return Times(
         compute=max(each.compute for each in every),
         alone=max(each.alone for each in every),

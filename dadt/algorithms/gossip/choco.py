@@ -87,7 +87,8 @@ class Choco(PlainLinkState):
                 torch._foreach_copy_(reference, [_known(grain) for grain in reference])
 
     def _wire_bytes(self, part: Part) -> int:
-        """Bytes of a rounded part in a message: whole blocks, as the C++ core writes and reads only whole blocks."""
+        """Number of bytes of a rounded part in a message. Parts are padded to whole blocks, as the C++ core writes and
+        reads only whole blocks."""
         return -(-sum(part.sizes) // BLOCK) * self._codec.block_bytes
 
     def _values(self, part: Part, wire: torch.Tensor) -> torch.Tensor:

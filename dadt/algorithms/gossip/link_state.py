@@ -33,7 +33,7 @@ class LinkState(abc.ABC):
     @property
     @abc.abstractmethod
     def size(self) -> int:
-        """Bytes of the next message."""
+        """Number of bytes of this rank's next message to the neighbour."""
 
     @abc.abstractmethod
     def say(self, snapshot: WeightSnapshot, message: torch.Tensor) -> int:

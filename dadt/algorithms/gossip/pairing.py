@@ -1,5 +1,5 @@
-"""One rank's pairwise averages with its neighbours, in background threads: chooses the neighbour and the time, and
-counts exchanges."""
+"""Averages one rank's weights with its neighbours, pair by pair, in background threads. Chooses the neighbour and the
+time, and counts exchanges."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dadt.errors import CommError, CommTimeout
 from dadt.world import World
 
 _LATE_SECONDS = 1.0
-"""Least number of seconds after which an answer is late, so that another neighbour is asked as well."""
+"""Least number of seconds after which an answer is late, so that another neighbour gets a request as well."""
 _LATE_TIMES = 3.0
 """An answer is late after this multiple of the median seconds of recent answers, but not before _LATE_SECONDS."""
 _EXPLAIN_SECONDS = 1.0
@@ -36,8 +36,8 @@ _STOP_SECONDS = 5.0
 
 
 class Pairing:
-    """Averages one rank's weights with its neighbours, one at a time; if an answer is late, with another neighbour
-    meanwhile.
+    """Averages one rank's weights with its neighbours, one at a time. If an answer is late, it averages with another
+    neighbour meanwhile.
 
     The training thread calls `publish` and `check` between steps; both return without waiting for other ranks.
     """
@@ -58,7 +58,7 @@ class Pairing:
         """Number of exchanges applied to the live weights, by the number of steps made since the weights were copied
         for the exchange."""
         self.asked = 0
-        """Number of exchanges that this rank has asked for and that gave an average."""
+        """Number of exchanges that this rank has requested and that gave an average."""
         self.in_vain = 0
         """Number of exchanges without an average, because the neighbour had no weights of equal layout."""
         self._topology = topology
@@ -71,7 +71,8 @@ class Pairing:
         """Snapshots of parameters that the script has replaced by other parameters. Exchanges that began earlier may
         still add to these snapshots."""
         self._step = 0
-        """Number of step boundaries so far. Unlike the script's step count, this number never goes back."""
+        """Number of calls of `publish`, one between each two steps. Unlike the script's step count, this number never
+        goes back."""
         self._error: Exception | None = None
         self._failed = 0.0
         """Time at which the error in `_error` occurred, in seconds of time.monotonic."""
@@ -133,8 +134,8 @@ class Pairing:
 
     @torch.no_grad()
     def publish(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Call at a step boundary: applies the finished averages to the live weights, and lets neighbours average with
-        the current weights."""
+        """Apply the finished averages to the live weights, and let neighbours average with the current weights. Called
+        between two steps."""
         self._step += 1
         tensors = [p.data for p in parameters]
         token = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
@@ -280,7 +281,7 @@ class Pairing:
 
 def link_state(name: str, snapshot: WeightSnapshot, asks: bool) -> LinkState:
     """Return the state that one rank of a pair shares with its neighbour. name: the value of --compression. asks:
-    whether this rank asks for averages; otherwise it answers."""
+    whether this rank sends the requests; otherwise it answers them."""
     family, _, rank = name.partition(":")
     if family == "powersgd":
         return PowerGossip(name, snapshot, int(rank), asks)

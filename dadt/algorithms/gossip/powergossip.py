@@ -30,7 +30,7 @@ class Matrix(NamedTuple):
     rows: int
     columns: int
     rank: int
-    """Number of columns that are sent in place of the tensor; 0: the whole tensor is sent."""
+    """Number of columns that are sent in place of the tensor; 0 if the whole tensor is sent."""
 
 
 class PowerGossip(LinkState):
@@ -93,8 +93,8 @@ class PowerGossip(LinkState):
 
 
 def _matrix(kind: TensorLayout, rank: int) -> Matrix:
-    """Return the matrix of a tensor: its outermost dimension in memory becomes the rows. Vectors, and matrices too
-    small for `rank` columns, are sent whole."""
+    """Return the tensor as a matrix whose rows are its outermost dimension in memory. Vectors, and matrices too small
+    for `rank` columns, will be sent as they are."""
     total = math.prod(kind.shape)
     if len(kind.shape) < 2 or not total or kind.dtype not in WIDE:
         return Matrix(1, total, 0)

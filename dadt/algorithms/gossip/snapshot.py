@@ -29,7 +29,7 @@ class TensorPiece(NamedTuple):
 
 
 class TensorLayout(NamedTuple):
-    """The layout of one tensor."""
+    """Shape, strides and dtype of one tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -94,10 +94,11 @@ class WeightSnapshot:
     # Methods for the training thread ---------------------------------------------------------------------------
 
     def publish(self, tensors: Sequence[torch.Tensor], step: int) -> Counter[int]:
-        """Call at a step boundary: adds the collected differences to the live weights and copies the result into the
-        snapshot.
+        """Add the collected differences to the live weights and copy the result into the snapshot. Called between two
+        steps.
 
-        Returns the number of exchanges applied, by the number of steps made since their copy of the weights.
+        Returns, for each number of steps made since the weights were copied for an exchange, how many such exchanges
+        were applied.
         """
         with self._lock:
             waiting, self._waiting = self._waiting, []

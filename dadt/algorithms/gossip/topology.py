@@ -1,8 +1,9 @@
-"""Which ranks average with each other in gossip: pure functions of rank, number of ranks and number of the exchange.
+"""Determines which ranks average with each other in gossip, by pure functions of the rank, the number of ranks and the
+number of the exchange.
 
-Even ranks ask and odd ranks answer. Every edge joins an even and an odd rank, so ranks can never wait for each other in
-a circle (AD-PSGD, arXiv:1710.06952). An odd number of ranks forms a row instead of a ring, because in a ring its first
-and last rank would both be even.
+Even ranks send requests and odd ranks answer them. Every edge joins an even and an odd rank, so ranks can never wait
+for each other in a circle (AD-PSGD, arXiv:1710.06952). An odd number of ranks forms a row instead of a ring, because in
+a ring its first and last rank would both be even.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 
 def asks(rank: int) -> bool:
-    """Whether this rank asks its neighbours for averages; the other ranks answer."""
+    """Whether this rank sends requests for averages to its neighbours; the other ranks only answer requests."""
     return rank % 2 == 0
 
 
@@ -43,14 +44,15 @@ TOPOLOGIES: dict[str, Callable[[int, int], list[int]]] = {
 
 
 def neighbours(topology: str, rank: int, world_size: int) -> list[int]:
-    """Return all ranks that `rank` averages with, in the order in which an asking rank takes turns."""
+    """Return all ranks that `rank` averages with, in the order in which a rank that sends requests chooses them in
+    turn."""
     return TOPOLOGIES[topology](rank, world_size)
 
 
 def partner(topology: str, rank: int, world_size: int, number: int) -> int:
-    """Return the neighbour with which an asking rank makes its exchange number `number`, counted from 0.
+    """Return the neighbour to which a rank sends its request number `number`, counted from 0.
 
-    With an even number of ranks, no two asking ranks have the same partner in exchanges of the same number.
+    With an even number of ranks, no two ranks send requests of the same number to the same neighbour.
     """
     known = neighbours(topology, rank, world_size)
     return known[number % len(known)]

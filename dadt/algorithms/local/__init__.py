@@ -1,1 +1,1 @@
-"""Local SGD: weights are averaged once in many steps."""
+"""Local SGD, in which each rank trains alone and weights are averaged once in many steps."""

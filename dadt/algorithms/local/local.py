@@ -1,4 +1,4 @@
-"""Local SGD, post-local SGD and DiLoCo: each rank takes steps of its own; now and then the ranks average."""
+"""Local SGD, post-local SGD and DiLoCo, in which each rank takes many steps alone between two averages."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Local(Sync):
         others = [end for end in a.events.on_end if isinstance(end, LocalFinalAverage) and end.rounds]
         if not others:
             return
-        # Keep references: an optimizer that the script has dropped may be garbage collected at different times on
-        # different ranks.
+        # Keep references, because an optimizer that the script has dropped may be garbage collected at different times
+        # on different ranks.
         mine = {other.index: (other, other._optimizer()) for other in a.siblings if other.alive}
         theirs = a.ranks.collect(f"local, optimizers before{a.name}", list(mine))
         for index in sorted(set(mine).intersection(*theirs)):
@@ -276,8 +276,8 @@ class Local(Sync):
         return {key: [f.over, f.absorbed, f.differ, f.overlap, f.every] for key, f in self._known.items()}
 
     def follow(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> Sequence[Fragment]:
-        """After ranks were lost, bring all remaining ranks to equal exchange counts. No rank is more than one exchange
-        of a fragment ahead, as each exchange needs all ranks."""
+        """Bring all remaining ranks to the same number of finished exchanges, after ranks were lost. No rank is more
+        than one exchange of a fragment ahead, as each exchange needs all ranks."""
         ranks, known = self.attachment.ranks, self._known
         for fragment in known.values():
             fragment.forget_residuals()
@@ -354,7 +354,7 @@ class Local(Sync):
 
 
 class LocalFinalAverage:
-    """The last exact average of all ranks' weights, at the end of the process, if the optimizer still lives on all
+    """The last exact average of all ranks' weights, at the end of the process, if the optimizer still exists on all
     ranks."""
 
     def __init__(self, attachment: Attachment) -> None:

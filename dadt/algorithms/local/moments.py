@@ -65,7 +65,7 @@ class RoundMoments:
         self._shared = self._steps
         try:
             self._attachment.momentum.share()
-        except CommError as error:  # ranks were lost; those that are left share v again in REFRESH steps
+        except CommError as error:  # ranks were lost; the remaining ranks average v again in REFRESH steps
             self._attachment.ranks.regroup(error)
 
     def _since(self, name: str) -> list[float]:

@@ -1,5 +1,5 @@
-"""State that is equal on all ranks of `local`: anchors, the outer optimizer that moves them, and the division of a
-model into fragments."""
+"""State that is equal on all ranks of `local`: the anchors (weights that the ranks agree on), the outer optimizer that
+moves them, and the division of a model into fragments."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Outer:
 
 class OuterRow(NamedTuple):
     """One parameter, its anchor and its outer velocity (None without momentum). For 16-bit parameters the anchor and
-    the exchanged progress have 32 bits: rounding would hide a round's progress."""
+    the exchanged progress have 32 bits: otherwise rounding would hide a round's progress."""
 
     parameter: torch.Tensor
     part: torch.Tensor
@@ -136,7 +136,7 @@ class Fragment(BucketExchange):
 
     @property
     def size(self) -> int:
-        """Bytes of one exchange, uncompressed."""
+        """Number of bytes of the values that one exchange averages, before compression."""
         return sum(a.numel() * a.element_size() for bucket in self._buckets for a in bucket.tensors)
 
     @property

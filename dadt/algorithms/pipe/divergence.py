@@ -1,4 +1,4 @@
-"""Detects diverging training: the norm of the gradients stays far above its usual value."""
+"""Detects diverging training by a gradient norm that stays far above its usual value."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections import deque
 from typing import Any
 
 FACTOR = 20.0
-"""A norm above this many times the usual one is too large. Single steps of a healthy training reach it."""
+"""A gradient norm above this many times the usual norm is too large. Single steps of a healthy training may exceed
+it."""
 PATIENCE = 5
 """Number of successive steps with too large a norm after which the gradients count as diverging."""
 _LEAST = 20
 _MOST = 50
 _DRIFT = 1.01
-"""Factor by which the usual norm may change per step: healthy training changes more slowly, a divergence faster."""
+"""Factor by which the usual norm may change per step: the norm changes more slowly in healthy training, and faster in a
+divergence."""
 
 
 class Divergence:

@@ -23,8 +23,8 @@ _UNREAD = 3
 """Largest number of gradient norms not yet read from a GPU, which may still be computing them. If there are more, the
 host waits for the oldest."""
 _BLOWN_UP, _BARRED, _CHANGED = 1.0, 2.0, 3.0
-"""Alarms that a rank sends to the other ranks: late gradients have grown too much; weights cannot be predicted; the
-script changes predicted weights."""
+"""Alarms that a rank sends to the other ranks: _BLOWN_UP if late gradients have grown too much, _BARRED if weights
+cannot be predicted, and _CHANGED if the script changes predicted weights."""
 
 
 class Pipe(Algorithm):
@@ -329,7 +329,7 @@ _WHY = {
     _BARRED: "weights could not be predicted",
     _CHANGED: "the script changes predicted weights",
 }
-"""Short texts, by alarm, that say why ranks went back to synchronous steps."""
+"""Short texts, by alarm, that explain why ranks returned to synchronous steps."""
 
 
 def _trains(oldest: Exchange | RestoredExchange) -> bool:

@@ -54,10 +54,10 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc,unus
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
     """Sets the learning rate to a multiple of the initial one, from `start_epoch` to `end_epoch`.
 
-    multiplier: a number, or a function of the epoch. staircase: whether the rate changes once per epoch; else it
-    changes with each batch, and the epoch is a fraction. momentum_correction: whether momentum is scaled like the rate
-    in the batch in which the rate changes (arXiv:1706.02677); not on TensorFlow. steps_per_epoch: by default the number
-    that `fit` counts.
+    multiplier: a number, or a function of the epoch. staircase: whether the rate changes once per epoch; otherwise it
+    changes with each batch, and `multiplier` gets the epoch with a fraction. momentum_correction: whether momentum is
+    scaled like the rate in the batch in which the rate changes (arXiv:1706.02677); not on TensorFlow. steps_per_epoch:
+    by default the number that `fit` counts.
     """
 
     def __init__(

@@ -76,8 +76,8 @@ class KerasTraining(ABC):
             self._stepping.pop()
 
     def divide_steps(self, iterator: Any) -> None:
-        """Divide the `steps_per_epoch` that the script passed to `fit` by the number of ranks, once; without it nothing
-        changes. Warn, once for each learning rate schedule, that the schedule counts one worker's steps."""
+        """Divide `steps_per_epoch`, if the script has passed it to `fit`, by the number of ranks, once. Warn, once for
+        each learning rate schedule, that the schedule counts one worker's steps."""
         ranks = self.runtime.ranks.world.world_size
         if iterator.steps_per_epoch and not getattr(iterator, "is_divided", False):
             iterator.steps_per_epoch = max(1, iterator.steps_per_epoch // ranks)

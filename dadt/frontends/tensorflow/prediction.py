@@ -78,7 +78,7 @@ class Displacement:
 
 _local = threading.local()
 ANEW = "_dadt_anew"
-"""Attribute of a tf.function whose graphs are outdated: the function to call in its place."""
+"""Name of an attribute of a tf.function whose graphs are outdated. It contains the function to call in its place."""
 
 
 def install(displacements: Callable[[], Iterable[Displacement]]) -> None:

@@ -259,7 +259,7 @@ class Exchange(BucketExchange):
         return self.scale
 
     def _lane(self, staged: Staged) -> bytes:
-        """Packed flags, one per tensor: whether this rank has a value for it."""
+        """Return packed flags, one per tensor, that say whether this rank has a value for the tensor."""
         return pack_flags([value is not None for value in staged.values])
 
     def _stage(self, index: int) -> Staged:

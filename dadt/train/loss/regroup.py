@@ -124,7 +124,7 @@ def _settle(ranks: Ranks, course: Course, *, joins: bool) -> list[Gathering | Re
 
 
 def _compare(ranks: Ranks, attachments: Attachments, verification: Verification) -> None:
-    """Raises Mismatch if ranks have different replicas; with `--verify-every`, makes them equal instead."""
+    """Raise Mismatch if ranks have different replicas; with `--verify-every`, make the replicas equal instead."""
     for a in attachments:
         if a.lockstep.averaged < 0:
             continue

@@ -1,5 +1,5 @@
-"""Prediction of the weights to which a late gradient will be applied, so that the gradient is computed at these
-weights. One module per method."""
+"""Predicts the weights to which a late gradient will be applied, so that the gradient is computed at these weights.
+There is a module for each method of prediction."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dadt.train.prediction.next_step import known
 def choose(
     config: Config, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], ranks: int
 ) -> Prediction:
-    """Return the prediction that --predict selects; with `auto`, the method that knows the optimizer's own step if
-    there is one.
+    """Return the prediction that --predict selects. With `auto`, this is the optimizer's own next step if it can be
+    computed, otherwise one from the last changes of the weights.
 
     Raises ConfigError for `own` if the optimizer's step is not known.
     """

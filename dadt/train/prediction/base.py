@@ -61,7 +61,7 @@ class Prediction:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.given = {id(p) for p in parameters}
-        """Ids of the optimizer's parameters that can show predicted values, including those that share memory with
+        """Ids of the optimizer's parameters that can contain predicted values, including those that share memory with
         another parameter."""
         self.owners = _apart(parameters)
         """The optimizer's parameters that are predicted."""

@@ -169,7 +169,7 @@ class Expectation(Prediction):
             self._settle()
 
     def _expect(self, scale: torch.Tensor | float) -> None:
-        """Set the terms of the expected gradient: the this rank's own gradients just sent, those that it sent one step
+        """Set the terms of the expected gradient: this rank's own gradients just sent, those that it sent one step
         before, and the averages in `.grad`. scale: loss scale of the gradients just sent."""
         gradients = self._gradients()
         average, terms = 1 - self.share, [(self._own, self.share * self._clip / scale)]

@@ -1,4 +1,4 @@
-"""Module of Horovod's API: training state that returns to its last commit after an error."""
+"""Module of Horovod's API for training state that returns to its last commit after an error."""
 
 from dadt.frontends.horovod.torch.elastic.object_state import ObjectState as ObjectState
 from dadt.frontends.horovod.torch.elastic.object_state import State as State

@@ -130,10 +130,10 @@ def rocm_built() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Raise ValueError: DADT records a whole job, with `--timeline FILE`."""
+    """Raise ValueError, because DADT records a whole job, with `--timeline FILE`."""
     raise ValueError("hvd.start_timeline: the timeline covers a whole job here; give dadt run --timeline FILE")
 
 
 def stop_timeline() -> None:
-    """Raise ValueError: DADT records a whole job, with `--timeline FILE`."""
+    """Raise ValueError, because DADT records a whole job, with `--timeline FILE`."""
     start_timeline("")

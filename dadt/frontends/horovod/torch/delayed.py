@@ -1,5 +1,5 @@
-"""Optimizers of scripts for Horovod when `--algorithm` is given: gradients are averaged by that algorithm, for example
-one step late."""
+"""Wraps optimizers of scripts for Horovod when `--algorithm` is given, so that gradients are averaged by that
+algorithm, for example one step late."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Horovod's operations that return handles at once. Operations that wait for their result are in `gradients.py`.
 
-Names, if given, are those of tensors: calls of the same operation with the same name belong together. Calls without a
-name are numbered, so all ranks make them in the same order. `synchronize` waits for a handle.
+Calls of the same operation with the same name belong together. Calls without a name are numbered, so all ranks make
+them in the same order. `synchronize` waits for a handle.
 """
 
 from __future__ import annotations
