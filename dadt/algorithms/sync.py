@@ -16,10 +16,10 @@ from dadt.train.exchange.exchange import Exchange
 class Sync(Algorithm):
     """w(t+1) = optimizer(w(t), mean of g(t)).
 
-    The number of times that backward passes add to each gradient is learned from the last two steps. If they and all
-    ranks agree, a bucket is sent during the backward pass that completes it. If a gradient changes after that (by
-    another backward, or by the script), a flag in the exchange's metadata makes all ranks exchange again, and then send
-    no bucket early for some steps.
+    The number of times that backward passes add to each gradient is learned from the last two steps. If these two steps
+    and all ranks agree, a bucket is sent during the backward pass that completes it. If a gradient changes after that
+    (by another backward, or by the script), a flag in the exchange's metadata makes all ranks exchange again, and then
+    send no bucket early for some steps.
     """
 
     survives = True
@@ -28,8 +28,8 @@ class Sync(Algorithm):
     attachment: Attachment
 
     def __init__(self, attachment: Attachment, *, watches: bool = False) -> None:
-        """watches: count from the start how often backward passes add to each gradient, instead of waiting until a step
-        shows that this is useful."""
+        """watches: whether to count from the start how often backward passes add to each gradient, instead of waiting
+        until a step shows that this is useful."""
         super().__init__(attachment)
         self.wants_gradients = watches
         self._overlap = Overlap()
@@ -150,8 +150,9 @@ class Overlap:
         return zlib.crc32(bytes(min(self._counts.get(i, 0), 255) for i in map(id, parameters)))
 
     def step(self, agreed: bool, in_vain: bool) -> None:
-        """Call after each step. agreed: whether gradients grew equally often on all ranks, so that all can send buckets
-        early. in_vain: whether a gradient that was sent early changed afterwards on some rank, so that the exchange was
+        """Decide whether later steps may send buckets during backward passes. Called after each step. agreed: whether
+        backward passes added to each gradient equally often on all ranks, so that all ranks can send buckets early.
+        in_vain: whether a gradient that was sent early changed afterwards on some rank, so that the exchange was
         repeated. A script that causes this in every step would exchange everything twice and lose the compression's
         residuals; so after each time nothing is sent early for a number of steps, which doubles each time.
         """

@@ -33,10 +33,11 @@ def init(
     optimizers are up to the script. All ranks call this at the top of the script with the same arguments; a second call
     does nothing.
 
-    Random numbers: under `dadt run` the generators of torch, numpy and random start alike on all ranks, so that splits
-    and weights agree. When training begins (the first training forward of a model whose optimizer is wrapped, or the
-    first step of any torch optimizer), each rank continues with its own stream, derived from the common one. A
-    generator that the script has seeded after `init` stays as it is. `--no-seeding` leaves all seeding to the script.
+    Random numbers: under `dadt run` the generators of torch, numpy and random start with equal seeds on all ranks, so
+    that splits and weights agree. When training begins (the first training forward of a model whose optimizer is
+    wrapped, or the first step of any torch optimizer), each rank continues with its own stream, derived from the common
+    one. A generator that the script has seeded after `init` stays as it is. `--no-seeding` leaves all seeding to the
+    script.
 
     cycle_duration_ms: longest time in milliseconds that a ready tensor waits to be fused with others.
     executor, broadcast_executor, all_reduce_executor: executors to use, as for `--executor`.

@@ -233,8 +233,8 @@ class _Peers:
 class _Rounds(Meet):
     """Lets the ranks of a new process set exchange bytes before they have a connection of their own: all ranks of the
     job gather messages repeatedly over the connection that they all have, and each rank sends the value that it has to
-    share, or nothing. `look` and `say` do nothing, because that connection already reports the ranks that a call waits
-    for."""
+    share, or nothing. `look` and `say` do nothing, because that connection already reports long waits, and its links
+    have been shown to the user."""
 
     secret = b""
 

@@ -73,7 +73,8 @@ def broadcast_optimizer_state(
     if among.rank != number:
         before = list(optimizer.param_groups)
         optimizer.load_state_dict(state)
-        # Keep the optimizer's own dictionaries and change their content: the script may have references to them.
+        # Keep the optimizer's own dictionaries and change their content, because the script may have references to
+        # them.
         for mine, loaded in zip(before, optimizer.param_groups, strict=True):
             mine.clear()
             mine.update(loaded)

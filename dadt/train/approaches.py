@@ -18,7 +18,8 @@ class Approach(NamedTuple):
     """Number of bytes that the new worker already has of the recorded values, which scripts on running ranks have read
     from tensors."""
     last: bool
-    """Whether this is the new worker's last request: running ranks wait for it at that step, and it joins them."""
+    """Whether this is the new worker's last request. At the step at which running ranks handle it, they wait for the
+    worker, which then joins them."""
 
 
 class Approaches:

@@ -75,7 +75,8 @@ class Attachment:
         self.known = WeakTensorKeyDictionary()  # parameters whose values all ranks have from rank 0
         self._welcomed: list[torch.Tensor] = []  # parameters that `broadcast_new_parameters` saw last
         self.scale: torch.Tensor | None = None  # loss scale of this step, if the script has a GradScaler
-        self.scale_token: tuple[int, int] | None = None  # id and version of the GradScaler's tensor behind `scale`
+        # id and version of the GradScaler's tensor from which `scale` was read
+        self.scale_token: tuple[int, int] | None = None
         self.batch_weight = BatchWeight(lambda: optimizers.script.backwards)
         self.weighing = Weighing(self)
         self.agreement = Agreement(self.name, ranks, partial(replicas.take_first, self))
@@ -153,7 +154,7 @@ class Attachment:
         return self.changing_buffers.of(self._modules) if self.ranks.config.buffers else []
 
     def start(self, take: Callable[[], None]) -> None:
-        """Begin to train. take: called on every rank to copy the first rank's optimizer state."""
+        """Begin to train. take: function that copies the first rank's optimizer state, called on every rank."""
         if self.ranks.config.broadcast:
             self.algorithm.starting()
         self.lockstep.join(take)

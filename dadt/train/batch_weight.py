@@ -1,4 +1,5 @@
-"""Weight of a rank's gradient in the mean over ranks, which is smaller if the batches of its step are not full."""
+"""Computes the weight of a rank's gradient in the mean over ranks, which is smaller if the batches of its step are not
+full."""
 
 from __future__ import annotations
 

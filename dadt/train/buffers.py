@@ -98,8 +98,8 @@ class Buffers:
         return [(m, list(names), dict(self._official.get(m, {})), self._own.get(m)) for m, names in self._names.items()]
 
     def restore(self, every: Iterable[Observed]) -> None:
-        """Restore the averages of the buffers from a snapshot. The modules' buffers must already hold the values that
-        they had when the snapshot was taken."""
+        """Restore the averages of the buffers from a snapshot. The modules' buffers must already contain the values
+        that they had when the snapshot was taken."""
         for table in (self._names, self._official, self._own):
             table.clear()
         for module, names, official, own in every:

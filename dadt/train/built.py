@@ -2,7 +2,7 @@
 fail before the first step, with a message that shows both values.
 
 If some ranks have loaded a checkpoint's state, only the values with which the optimizers were first built are compared,
-as the other ranks take the loaded state over.
+as the other ranks will receive the loaded state.
 """
 
 from __future__ import annotations

@@ -191,8 +191,8 @@ class Checkpoints:
         the optimizer is attached."""
         mine = self._loaded.get(a.optimizer)
         seeded_anew = sorted(self.streams.seeded_anew) if self.streams is not None else []
-        # All ranks build a tuple: the null executor sends nothing and returns each rank's own value, which must have
-        # the same form.
+        # All ranks build a tuple, because the null executor sends nothing and returns each rank's own value, which must
+        # have the same form.
         told = (mine if self._ranks.group.rank == 0 else None, seeded_anew)
         part, seeded_anew = self._ranks.collect(f"checkpoint{a.name}", told)[0]
         self._loaded.pop(a.optimizer, None)

@@ -1,5 +1,5 @@
-"""The Unix signal that makes the script save a checkpoint. If ranks take their steps together, all ranks receive it
-after the same step."""
+"""Delivers the Unix signal that makes the script save a checkpoint. If ranks take their steps together, all ranks
+receive it after the same step."""
 
 from __future__ import annotations
 

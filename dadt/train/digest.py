@@ -42,8 +42,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:
-    """Return the digest of these bytes, on their device: the sum of all 64-bit integers times the factors of their
-    positions."""
+    """Return the digest of these bytes, on their device: the sum of all 64-bit integers, each times the factor that
+    belongs to its position."""
     if len(values) % 8 or values.storage_offset() % 8:
         values = torch.cat([values, values.new_zeros(-len(values) % 8)])
     numbers = values.view(torch.int64)

@@ -25,7 +25,7 @@ class DrawnBatches:
         """Batch weights of optimizers that are not attached to DADT at the moment, since the script may already have
         drawn batches for their next step."""
         self.missing: Callable[[int], str] = lambda lost: f"data of {lost} of {ranks.world.world_size} is left out"
-        """Returns a text that says what happens to the data of a given number of lost workers."""
+        """Function that returns a text that says what happens to the data of a given number of lost workers."""
 
     def drew(self, source: Pass, samples: int, nominal: int) -> None:
         """Record a training batch that a loader returns to the script. A batch read on a thread that trains no

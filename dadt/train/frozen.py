@@ -25,7 +25,7 @@ _DEEPEST = 2
 
 
 class Part(NamedTuple):
-    """Tensors of one kind that ranks should have in common."""
+    """Tensors of one kind (weights, buffers or quantization data) that should be equal on all ranks."""
 
     what: str
     owners: list[torch.Tensor]
@@ -69,7 +69,7 @@ def chosen(parts: Iterable[Part], flags: Sequence[bool]) -> list[Part]:
 
 
 class Spared(NamedTuple):
-    """Number of bytes of tensors that are not trained."""
+    """Numbers of bytes of untrained tensors that were equal on all ranks, and of those that were sent."""
 
     equal: int
     """Number of bytes that were not sent, because they were equal on all ranks."""

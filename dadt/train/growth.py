@@ -14,12 +14,12 @@ _gradient = attrgetter("grad")
 
 
 class Growth:
-    """Detects when one optimizer's gradients grow. Each growth costs a Python call, so `watch` must be called to
-    install the hooks."""
+    """Detects when a backward adds to one optimizer's gradients. Each time costs a Python call, so the hooks are
+    installed only when `watch` is called."""
 
     def __init__(self) -> None:
         self.seen = False
-        """Whether any gradient has grown since this step's averages arrived."""
+        """Whether a backward has added to any gradient since this step's averages arrived."""
         self._averages: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.told: Callable[[torch.Tensor], None] | None = None
         """Callback for each parameter to whose gradient a backward has added, or None."""

@@ -38,8 +38,8 @@ class Flights:
         """Number of steps that this rank had taken when it launched each exchange."""
 
     def keep(self, exchange: InFlight, step: int) -> None:
-        """Keep the exchange, and so its memory, alive until its works are done. step: number of steps that this rank
-        has taken."""
+        """Keep the exchange, and so its memory, alive until its operations are done. step: number of steps that this
+        rank has taken."""
         self.every = [e for e in self.every if not (e.done or e is exchange)] + [exchange]
         self._launched_at[exchange] = step
 

@@ -95,7 +95,7 @@ class Measure:
 
     @property
     def exchange(self) -> float:
-        """Median seconds of an exchange, counted from the arrival of the last rank."""
+        """Median seconds of an exchange, counted from the time when the last rank has begun it."""
         return statistics.median(self._exchange) if self._exchange else 0.0
 
     def verdict(self, steps: int, workers: int, exchange: float) -> str:

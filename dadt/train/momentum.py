@@ -62,7 +62,7 @@ class Momentum:
         self.begun = False
         """Whether the beginning, in which gradients are sent, is over."""
         self.shown = ShownGradients(attachment)
-        """The averages as the script sees them before the optimizer's step."""
+        """Scales the averages that the script sees before the optimizer's step."""
         self._own: dict[torch.Tensor, torch.Tensor] = {}
         self._taken: dict[torch.Tensor, int] = {}
         """For each parameter, the number of gradients in this rank's own second moment."""

@@ -65,7 +65,7 @@ class Ranks:
         """Numbers of this rank among `members`, which are the ranks that train now or, if the script divides ranks into
         islands, its counterparts in the other islands."""
         self.first = world.local_rank == 0 and not world.joins
-        """Whether this rank is the first on its host, so that its files are the ones to keep."""
+        """Whether this rank is the first on its host, so that the files that it writes are kept."""
         self.newest = Generation(members=tuple(range(world.world_size)))
         """All ranks of the job that train now, also those that exchange no data with this rank."""
         # The rank that writes into this rank's working folder if several hosts share the folder, otherwise -1.
@@ -340,7 +340,7 @@ class Ranks:
             except CommError as error:
                 if not isinstance(work, Gathering) or self.transaction is not None or self.closing:
                     raise
-                self.regroup(error)  # after regrouping, another rank sends the result, or the gathering begins again
+                self.regroup(error)  # after regrouping, another rank sends the result, or the allgather begins again
 
     def _await(self, work: Work | Averaging | Gathering) -> None:
         begun = perf_counter()

@@ -214,7 +214,7 @@ class Replicas:
         return {name: t for name, t in tensors.items() if t.layout == torch.strided and t.device.type != "meta"}
 
     def untrained(self, attachment: Attached) -> dict[str, torch.Tensor]:
-        """Return the frozen parameters among `tensors`, by the same names."""
+        """Return the frozen parameters of the optimizer's modules, by the names that `tensors` gives them."""
         trained = {id(p) for p in attachment.parameters}
         return {name: p for name, p in self._named(attachment) if id(p) not in trained and not p.requires_grad}
 

@@ -122,10 +122,10 @@ class Runtime:
     # Becoming a rank of the job --------------------------------------------------------------------------------
 
     def claim(self) -> None:
-        """Claim this rank for the whole job, and attach every optimizer registered so far.
+        """Make this process act as its rank for the rest of the job, and attach every optimizer registered so far.
 
         Waits for the peers the first time, and whenever there are new optimizers. Raises DadtError if another process
-        has claimed this rank.
+        already acts as this rank.
         """
         if self.replay.under_way:
             return
@@ -147,7 +147,7 @@ class Runtime:
             self._attach(optimizer)
 
     def take_place(self) -> None:
-        """Claim the rank and connect with the peers, after waiting for them."""
+        """Make this process act as its rank, and connect with the other ranks, after waiting for them."""
         ranks, config = self.ranks, self.ranks.config
         self._claimed = True
         for callback in self.events.on_place:

@@ -35,8 +35,8 @@ LATE = 8
 
 
 class Auto(Algorithm):
-    """Chooses the algorithm or compression, where the user has set it to `auto`, at the end of the synchronous warm-up
-    steps.
+    """Chooses the algorithm or the compression, whichever the user has set to `auto`, at the end of the synchronous
+    warm-up steps.
 
     The last warm-up steps try compressions, because their cost depends on the processor as well as on the network. In
     the very last one, the ranks send each other their measured times, and all make the same choice, by the times of the
@@ -129,8 +129,8 @@ class Auto(Algorithm):
         record.exchanged(a.compression if a.compresses else "none", exchange.seconds)
 
     def _gather(self, name: str, value: Any) -> None:
-        """Gather every rank's value on all ranks. A step that is repeated after a loss of ranks reuses a completed
-        gathering. Raises CommError."""
+        """Gather every rank's value on all ranks. A step that is repeated after a loss of ranks reuses an allgather
+        that is complete. Raises CommError."""
         ranks = self.attachment.ranks
         if self._told is None or not self._told.complete:
             self._told = ranks.gather_from_all(f"{name}{self.attachment.name}", json.dumps(value).encode())
@@ -289,11 +289,11 @@ class StepRecord:
         self._handling: dict[str, list[float]] = {}
         self._step: dict[str, list[float]] = {}
         self._since = self._ended = 0.0
-        """CPU seconds of the process when the last exchange ended or the current one began; wall-clock time when the
-        last exchange ended."""
+        """CPU time of the process when the last exchange ended or the current one began, and wall-clock time when the
+        last exchange ended, in seconds."""
 
     def computed(self) -> None:
-        """Call when a step's gradients are computed, before their exchange."""
+        """Record the CPU time of a step's computing. Called when its gradients are computed, before their exchange."""
         now = process_time()
         if self._since:
             self._processor.append(now - self._since)

@@ -68,7 +68,7 @@ class Times:
     processor: float
     """Processor seconds of a step before its exchange, over all threads of the rank."""
     cores: float
-    """The host's processor cores for each of its ranks."""
+    """Number of the host's processor cores divided by its number of ranks."""
     step: Mapping[str, float]
     """Seconds of a whole synchronous step, by compression."""
     exchange: Mapping[str, float]
@@ -78,7 +78,7 @@ class Times:
     may_part: bool
     """Whether the script allows different weights on each rank, as `local` needs."""
     backwards: int = 1
-    """Backward passes in a step."""
+    """Number of backward passes in a step."""
 
 
 @dataclass(frozen=True, slots=True)

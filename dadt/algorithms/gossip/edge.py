@@ -59,7 +59,7 @@ class LinkMessages:
         self._tag = tag
         self._timeout = timeout
         self.sent = 0
-        """Bytes of weights that were sent to the neighbour so far."""
+        """Number of bytes of weights that were sent to the neighbour so far."""
 
     def say(self, kind: MessageKind) -> list[P2PWork]:
         """Send a message that has a header and no weights."""
@@ -79,7 +79,7 @@ class LinkMessages:
         ]
 
     def receive_head(self, *, patient: bool = False) -> Head:
-        """Receive the header of a message. patient: wait without a time limit."""
+        """Receive the header of a message. patient: whether to wait without a time limit."""
         head = torch.zeros(len(Head._fields), dtype=torch.int64, device="cpu")
         transit = self._mail.receive(head, self.peer, self._tag)
         if patient:
@@ -125,7 +125,7 @@ class LinkEnd:
         for the first exchange from these weights."""
         self.line = line
         self.plain = 0
-        """Bytes of weights that would have been sent to the neighbour so far without compression."""
+        """Number of bytes of weights that would have been sent to the neighbour so far without compression."""
         self._weights = weights
         self._begin = state
         self._state: LinkState | None = None

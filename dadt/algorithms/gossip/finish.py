@@ -22,7 +22,8 @@ def await_all(ranks: Ranks, tag: int) -> None:
     PeerLost, or CommTimeout, which says where each rank is.
     """
     mail, group = ranks.mail, ranks.group
-    # raise PeerLost if ranks have reconnected, because a note that came over the new connection is not sent again
+    # This raises PeerLost if ranks have reconnected, because a peer's message for this barrier that has already arrived
+    # over the new connection is not sent again.
     ranks.reconnection.check()
     note = torch.zeros(group.world_size, dtype=torch.int64, device="cpu")
     if group.rank:

@@ -95,8 +95,8 @@ class Gossip(Algorithm):
         ranks.reconnection.pause.end()
 
     def weights(self) -> list[torch.Tensor]:
-        """Return the weights to average, without those that an earlier optimizer averages: weights averaged twice would
-        move twice as far as the neighbour's."""
+        """Return the weights to average, without those that an earlier optimizer averages, because weights averaged
+        twice would move twice as far as the neighbour's."""
         a = self.attachment
         taken: set[_Place] = set()
         for other in a.siblings:
@@ -111,9 +111,8 @@ class Gossip(Algorithm):
 
 
 def final_average(ranks: Ranks, attached: weakref.ref[Attachment], pairing: Pairing, tag: int) -> None:
-    """Called at the end of the process, when this rank has finished training: answer neighbours until all ranks have
-    finished; then compute the exact average of all ranks' weights, unless the optimizer was garbage collected. Raises
-    CommError."""
+    """Answer neighbours until all ranks have finished training, then compute the exact average of all ranks' weights,
+    unless the optimizer was garbage collected. Called at the end of the process. Raises CommError."""
     pairing.retire()
     await_all(ranks, tag)
     pairing.close()

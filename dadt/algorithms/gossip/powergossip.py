@@ -106,8 +106,8 @@ def _matrix(kind: TensorLayout, rank: int) -> Matrix:
 
 def _basis(found: torch.Tensor, number: int) -> torch.Tensor:
     """Return orthonormal columns that span the columns of `found`. Where these span too little or are not finite,
-    random columns, the same on all ranks, are added. number: number of the exchange, which selects the random
-    columns."""
+    random columns, the same on all ranks, are added. number: number of the exchange that will use the columns, by which
+    the random ones are seeded."""
     basis = orthonormal(found) if bool(found.isfinite().all()) else torch.zeros_like(found)
     empty = basis.eq(0).all(0)
     if bool(empty.any()):

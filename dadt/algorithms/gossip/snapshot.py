@@ -70,7 +70,7 @@ class WeightSnapshot:
         self.kinds = [TensorLayout(tuple(t.shape), t.stride(), t.dtype) for t in tensors]
         layout = [(part.pieces, part.start) for part in self.parts]
         self.crc = zlib.crc32(repr((self.kinds, layout)).encode())
-        """Checksum of the layout: equal on ranks whose weights have equal shapes, strides and dtypes."""
+        """Checksum of the layout, which is equal on ranks whose weights have equal shapes, strides and dtypes."""
         self._pieces: list[list[tuple[Part, slice, slice]]] = [[] for _ in tensors]
         """For each tensor, its pieces in order: the part that stores the piece, the piece's range in that part, and its
         range in the tensor."""

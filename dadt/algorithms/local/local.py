@@ -181,8 +181,8 @@ class Local(Sync):
     def _average(self, what: str, tensors: list[torch.Tensor]) -> None:
         """Set these tensors to their means over all ranks immediately. All ranks call this method."""
         fragment = self._fragment(what, tensors, Outer(1.0, 0.0))
-        # Keep the previous average as well: a rank that has finished it may be one exchange ahead of a rank that still
-        # needs it.
+        # Keep the previous average as well, because a rank that has finished it may be one exchange ahead of a rank
+        # that still needs it.
         self._passing = {**dict(list(self._passing.items())[-1:]), f"{what} {self._passed}": fragment}
         self._passed += 1
         self._settle([fragment])

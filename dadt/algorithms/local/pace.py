@@ -1,5 +1,5 @@
-"""How many steps a round of `local` takes, and during how many steps of the next round its exchange may run in the
-background."""
+"""Chooses how many steps a round of `local` takes, and during how many steps of the next round its exchange may run in
+the background."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Pace:
 
     @property
     def longest(self) -> int:
-        """Largest number of steps that may run while an exchange is in the background: half a round. An exchange that
-        took a whole round would leave the ranks' weights without an average for two rounds."""
+        """Largest number of steps that may run while an exchange is in the background, which is half a round. An
+        exchange that took a whole round would leave the ranks' weights without an average for two rounds."""
         return (self.every + 1) // 2 if self._fixed is None else self._fixed
 
     def begin(self, fragment: Fragment, number: int, steps: int) -> None:

@@ -1,1 +1,1 @@
-"""Pipe-SGD: gradients are applied one step late."""
+"""Pipe-SGD, in which gradients are applied one step late."""

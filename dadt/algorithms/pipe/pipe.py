@@ -67,10 +67,10 @@ class Pipe(Algorithm):
         self.waits = False
         """Whether steps stay synchronous, after the warm-up too, until `begin` is called."""
         self.ends: Callable[[], bool] = lambda: False
-        """Called in each step with late averages. Returns whether all ranks make this step a synchronous one, which
-        drops the late averages."""
+        """Callback in each step with late averages. It returns whether all ranks make this step a synchronous one,
+        which drops the late averages."""
         self.stepped: Callable[[], None] = lambda: None
-        """Called after each optimizer step; `Auto` sets it to measure steps with late averages."""
+        """Callback after each optimizer step; `Auto` sets it to measure steps with late averages."""
         attachment.measure.why = f"the first {attachment.warmup_steps} steps are synchronous"
 
     @property
@@ -157,7 +157,8 @@ class Pipe(Algorithm):
         self.stepped()
 
     def begin(self) -> None:
-        """Called when the synchronous warm-up steps are over, at the same step on all ranks."""
+        """Begin steps with late averages, because the synchronous warm-up steps are over. Called at the same step on
+        all ranks."""
         self._warmed_up, self.waits = True, False
         self.attachment.measure.why = ""
 
@@ -305,7 +306,7 @@ class Pipe(Algorithm):
 
     def _blows_up(self) -> bool:
         """Whether the norms of the last steps' averages show that gradients blow up. Ranks may see it at different
-        steps: a norm's last bits differ between processors."""
+        steps, because a norm's last bits differ between processors."""
         norms = self._norms
         while norms and (len(norms) > _UNREAD or norms[0][0].done):
             self._look_at(*norms.popleft())

@@ -111,8 +111,8 @@ class KerasTraining(ABC):
                 self.runtime.script.fitting = bool(self.fitting)
 
     def _pass_whole(self, name: str, kind: Any) -> None:
-        """Patch `evaluate` or `predict` so that each rank processes all data: data is not divided in a pass that begins
-        without gradients."""
+        """Patch `evaluate` or `predict` so that each rank processes all data. For this, the pass begins with gradients
+        disabled, in which case DADT does not divide its data."""
 
         @replaces(name, kind)
         def run(model: Any, *args: Any, **kwargs: Any) -> Any:

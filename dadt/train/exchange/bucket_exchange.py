@@ -123,7 +123,7 @@ class BucketExchange:
         return self._submit(round_.form.second, staged, into, name, self._lane(staged), weight, plain=0, held=held)
 
     def _lane(self, staged: Staged) -> bytes:
-        """Bytes of metadata that this rank sends along with the bucket's allreduce."""
+        """Return the bytes of metadata that this rank sends along with the bucket's allreduce."""
         return b""
 
     def _submit(

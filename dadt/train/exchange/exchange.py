@@ -150,7 +150,8 @@ class BucketPlan:
 
 
 class Exchange(BucketExchange):
-    """One average over all ranks: `launch` the buckets in order, `close` with this rank's metadata, then `receive`."""
+    """One average over all ranks. Call `launch` for the buckets in order, `close` with this rank's metadata, and then
+    `receive`."""
 
     def __init__(
         self, peers: RankLink, schema: BucketPlan, number: int, name: str, weight: float, *, compressed: bool = True

@@ -38,7 +38,7 @@ class StepMetadata:
     """1-based index of the first parameter whose gradient is not finite on this rank; 0 if there is none or gradients
     were not checked."""
     saves: int = 0
-    """Number of orders to save that this rank has received from its agent, at most 63."""
+    """Number of orders to save that this rank has received from its agent, at most 63 because it is sent in 6 bits."""
     interrupted: bool = False
     """Whether this rank knows that the user has pressed Ctrl-C."""
     approach: int = 0

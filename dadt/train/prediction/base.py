@@ -1,5 +1,5 @@
-"""Base of weight prediction: forward and backward run with the weights expected at the time when their gradient
-arrives."""
+"""Base class of weight prediction, which runs forward and backward with the weights expected at the time when their
+gradient arrives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensors = Mapping[torch.Tensor, torch.Tensor]
 
 
 class Holds(enum.Enum):
-    """The current content of each parameter's extra buffer."""
+    """Kinds of content that each parameter's extra buffer may have at a time."""
 
     NOTHING = 0
     """The buffer contains no values that are still needed."""

@@ -32,7 +32,8 @@ class Displacement(Prediction):
 
     def _go_ahead(self) -> bool:
         factor, older = self._factors()
-        # buffers of the displacement before the last are needed only if `older` is not 0
+        # New factors are adopted only if `older` stays zero or stays nonzero, because the buffers that exist depend on
+        # this.
         if bool(older) == bool(self.older):
             self.factor, self.older = factor, older
         factor = self.factor

@@ -61,9 +61,9 @@ def DistributedOptimizer(
 ) -> Any:
     """Train with this optimizer on all ranks, and return the same object, where Horovod returns a copy.
 
-    op: Average or Sum. name, devices, sparse_as_dense, num_groups and scale_local_gradients have no effect: DADT groups
-    gradients by `--bucket-mb`, and Keras's gradients are dense on torch. Raises ValueError for arguments that DADT does
-    not support: compression (use `--compression`), gradient_predivide_factor, groups, process_set, and
+    op: Average or Sum. name, devices, sparse_as_dense, num_groups and scale_local_gradients have no effect, because
+    DADT groups gradients by `--bucket-mb`, and Keras's gradients are dense on torch. Raises ValueError for arguments
+    that DADT does not support: compression (use `--compression`), gradient_predivide_factor, groups, process_set, and
     backward_passes_per_step (use Keras's gradient_accumulation_steps).
     """
     refuse(

@@ -38,8 +38,8 @@ class _Steps:
         self._compression = compression
         self._before: list[Tensor] = []
         self._depth = 0
-        """Number of nested calls of `step`: an optimizer's `step` may call the `step` of its base class, and the hooks
-        run for both."""
+        """Number of nested calls of `step`, since an optimizer's `step` may call the `step` of its base class, and the
+        hooks run for both."""
         self.hooks: list[Any] = []
 
     def release(self) -> None:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from dadt.frontends.horovod.torch.reduce_op import ReduceOp
 
 TOGETHER_BYTES = 4 << 20
-"""Most bytes of gradients to send together. Larger groups would delay the last layers' gradients, which are ready long
-before those of the first layers."""
+"""Maximum number of bytes of gradients to send together. Larger groups would delay the last layers' gradients, which
+are ready long before those of the first layers."""
 _numbers: defaultdict[tuple[Any, ...], Iterator[int]] = defaultdict(itertools.count)
 """Counters that number the optimizers with the same process set and parameter names, so that the names of their tensors
 differ."""
@@ -66,8 +66,8 @@ class Averaging:
         self._group_of: dict[Tensor, int] = {}
         self._under_way: dict[int, list[Callable[[], None]]] = {}
         self._depth = 0
-        """Number of nested calls of `step`: an optimizer's `step` may call the `step` of its base class, and the hooks
-        run for both."""
+        """Number of nested calls of `step`, since an optimizer's `step` may call the `step` of its base class, and the
+        hooks run for both."""
         self._measure = Measure(Progress())
         self._hooks: list[Any] = []
 

@@ -20,7 +20,8 @@ class ProcessSet:
     mpi_comm = None
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
-        """Raises ValueError if the argument is no list of ranks: communicators of mpi4py are not supported."""
+        """Raises ValueError if the argument is not a list of ranks, such as a communicator of mpi4py, which is not
+        supported."""
         if not isinstance(ranks_or_comm, Iterable):
             raise ValueError("ProcessSet: give a list of ranks; communicators of mpi4py are not supported")
         ranks = list(ranks_or_comm)

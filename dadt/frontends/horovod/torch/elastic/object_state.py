@@ -88,7 +88,8 @@ class ObjectState(State):
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a training function whose first argument is a State: before it is called, all ranks take rank 0's state.
+    """Decorate a training function whose first argument is a State, so that all ranks take rank 0's state before the
+    function is called.
 
     Horovod calls the function again when workers are lost or added. Here a lost worker ends the job, and
     `--max-restarts` starts the job again from the top of the script; rank 0 prints this.

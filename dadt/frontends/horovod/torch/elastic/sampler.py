@@ -27,7 +27,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin a pass: none of its samples has been used."""
+        """Begin a pass, of which no sample has been used yet."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
