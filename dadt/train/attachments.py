@@ -1,4 +1,4 @@
-"""The attachments (one for each optimizer that DADT manages) on this rank."""
+"""The attachments of this rank, one for each optimizer that DADT manages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _INDEX = attrgetter("index")
 
 
 class Attachments:
-    """Iterates over this rank's attachments, oldest first, which is the same order on all ranks."""
+    """Iterates over the attachments (managed optimizers) of this rank, oldest first, which is the same order on all
+    ranks."""
 
     def __init__(self) -> None:
         self._attached: weakref.WeakKeyDictionary[torch.optim.Optimizer, Attachment] = weakref.WeakKeyDictionary()
@@ -27,7 +28,7 @@ class Attachments:
         return len(self._attached)
 
     def of(self, optimizer: torch.optim.Optimizer) -> Attachment | None:
-        """Return the optimizer's attachment, or None if it has none yet."""
+        """Return the Attachment that manages the optimizer, or None if DADT does not manage it yet."""
         return self._attached.get(optimizer)
 
     def add(self, attachment: Attachment) -> None:

@@ -140,7 +140,7 @@ class Runtime:
         unattached = self._unattached()
         if len(unattached) > 1:
             del unattached
-            # an optimizer that the script has dropped may still be alive on some ranks, in a reference cycle
+            # a reference cycle may keep an optimizer that the script has dropped alive on some ranks only
             gc.collect()
             unattached = self._unattached()
         for optimizer in unattached:

@@ -64,7 +64,7 @@ class Gossip(Algorithm):
         place = ranks.mail, ranks.group, ranks.members
         self._pairing = Pairing(*place, config.topology, tag, config.timeout, config.compression)
         ranks.progress.senders.append(self._pairing)
-        # When the optimizer is garbage collected, at a different time on each rank, this rank stops asking for
+        # When the optimizer is garbage collected, at a different time on each rank, this rank stops requesting
         # averages.
         weakref.finalize(attachment.optimizer, self._pairing.forsake).atexit = False
         pairing = self._pairing
@@ -196,8 +196,8 @@ def weights(optimizer: torch.optim.Optimizer, trained: Container[torch.Tensor]) 
 
 
 def describe(exchanges: int, in_vain: int, ages: Counter[int]) -> str:
-    """Return a one-line summary of all ranks' exchanges. ages: number of differences applied to live weights, by the
-    number of steps since the weights were copied."""
+    """Return a one-line summary of all ranks' exchanges. ages: for each number of steps between the copy of the weights
+    and the application of an exchange's result, how many exchanges had this age."""
     text = f"gossip: {exchanges:,} exchanges"
     if ages:
         text += f", {_steps(_median(ages))} old at the median ({_steps(max(ages))} at most)"
@@ -205,7 +205,8 @@ def describe(exchanges: int, in_vain: int, ages: Counter[int]) -> str:
 
 
 def _median(ages: Counter[int]) -> int:
-    """Return the median of the ages (of two in the middle, the greater one), without listing one age per exchange."""
+    """Return the median age of the exchanges, which is the greater of the two middle ages if their number is even. Does
+    not build a list of all ages."""
     left = ages.total() // 2
     for age in sorted(ages):
         left -= ages[age]

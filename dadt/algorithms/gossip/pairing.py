@@ -103,7 +103,7 @@ class Pairing:
             self._edges = {
                 peer: self._edge(mail, peer) for peer in neighbours(self._topology, group.rank, len(members))
             }
-            # Daemon threads, so that a peer that never answers cannot keep this process from ending.
+            # The threads are daemons, so that a peer that never answers cannot keep this process from ending.
             self._threads = {
                 peer: threading.Thread(target=self._run, args=(edge,), name=f"dadt-gossip-{members[peer]}", daemon=True)
                 for peer, edge in self._edges.items()
@@ -168,8 +168,8 @@ class Pairing:
         return self._error if isinstance(self._error, CommError) and explained else None
 
     def retire(self) -> None:
-        """Stop asking neighbours for averages, but continue to answer them. May be called on any thread at any time;
-        takes no lock."""
+        """Stop requesting averages from neighbours, but continue to answer their requests. May be called on any thread
+        at any time; takes no lock."""
         self._retired = True
         for edge in self._asking.values():
             edge.retire()
