@@ -1,5 +1,4 @@
-"""One optimizer that DADT manages, with its exchanges, its algorithm, its weight prediction, and the values of it that
-ranks compare."""
+"""One optimizer that DADT manages, with its exchanges, its algorithm and its weight prediction."""
 
 from __future__ import annotations
 
@@ -125,8 +124,7 @@ class Attachment:
 
     @property
     def overlaps(self) -> bool:
-        """Whether buckets may be launched during backward. With several optimizers they may not, because their order
-        could differ between ranks."""
+        """Whether buckets may be launched during backward: not with several optimizers, whose order ranks may not share."""
         return not (self.has_closure or self.consumed) and self.optimizers.trains_one and self.weighing.launches_early
 
     @property
@@ -136,8 +134,7 @@ class Attachment:
 
     @property
     def trained(self) -> tuple[Any, ...]:
-        """Value that identifies the set of trained parameters: it changes when the script adds, freezes, moves or casts
-        any parameter."""
+        """Value that changes when the script adds, freezes, moves or casts any trained parameter."""
         return (*self._token[0], self.listing.used)
 
     @property
@@ -182,8 +179,7 @@ class Attachment:
             self.changing_buffers.watch(m for m in self.modules if m not in self.optimizers.buffers)
 
     def refresh(self) -> None:
-        """Adapt the bucket plan and the prediction if parameters were frozen, added, moved or cast, or if more buffers
-        are averaged."""
+        """Adapt the bucket plan and the prediction if parameters or averaged buffers have changed."""
         parameters = self._followed = self.parameters
         token = self._make_token(parameters)
         if self._schema is not None and token == self._token:
@@ -199,8 +195,7 @@ class Attachment:
         self._token = token
 
     def watch_gradients(self) -> None:
-        """Begin to detect when a backward adds to a gradient, and call the algorithm's `gradient_ready` then if it
-        `wants_gradients`."""
+        """Begin to detect when a backward adds to a gradient, for the algorithm's `gradient_ready`."""
         self._growth.told = self.algorithm.gradient_ready if self.algorithm.wants_gradients else None
         self._growth.watch(self.parameters)
 
@@ -211,11 +206,8 @@ class Attachment:
         self.refresh()
 
     def switch_to(self, algorithm: Algorithm, **note: Any) -> None:
-        """Train with another algorithm for the rest of the training. All ranks call this method in the same step.
-
-        note: further entries of `switch_note`, so that a run that loads the checkpoint switches, too. They stay until
-        `switch_note` is assigned.
-        """
+        """Train with another algorithm from now on, which all ranks do in the same step. note: further entries of
+        `switch_note`, so that a run that loads the checkpoint switches, too."""
         self.algorithm, self.switch_note = algorithm, {**self.switch_note, **note}
         self.measure.late = 0
 
@@ -268,14 +260,12 @@ class Attachment:
             other.prediction.release(ids)
 
     def backward_begins(self) -> None:
-        """Begin to detect gradients that a backward adds to after they were averaged, which is an error. Called before
-        each backward."""
+        """Called before each backward: begin to detect additions to averaged gradients, which are an error."""
         if self.consumed and not self._growth.watches:
             self.watch_gradients()
 
     def forget_launched(self, exchange: Exchange | None) -> None:
-        """Drop the compression's error feedback, and let a later exchange use the number of `exchange`. Called when
-        ranks were lost."""
+        """Called when ranks were lost: drop residuals, and let a later exchange use the number of `exchange`."""
         if self._schema is not None:
             self._schema.forget_residuals()
         self.momentum.forget()
@@ -355,8 +345,7 @@ class Attachment:
         return exchange
 
     def close(self, exchange: Exchange, *, growth: int = 0, redo: bool = False, value: float = 0.0) -> None:
-        """Launch the exchange's remaining buckets with this rank's metadata. value: number that the algorithm sends to
-        all ranks."""
+        """Launch the exchange's remaining buckets with this rank's metadata, and the algorithm's number `value`."""
         exchange.scale, exchange.frozen = self.scale, self.listing.used
         exchange.close(
             StepMetadata(

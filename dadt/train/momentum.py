@@ -36,8 +36,7 @@ REFRESH = 50
 _LOOK = 10
 """Number of steps between two decisions whether the beginning, in which gradients are sent, ends."""
 _BEGINNING = 0.1
-"""Share of the training after which ranks send momentum instead of gradients, if a learning rate scheduler knows the
-number of steps."""
+"""Share of a training of known length (by its learning rate scheduler) after which ranks send momentum."""
 _SETTLED = 0.5
 """If no scheduler knows the number of steps, ranks send momentum once the logarithm of the tensors' second moments has
 changed by less than this on average in two times _LOOK steps, and the learning rate does not rise any more."""
@@ -67,8 +66,7 @@ class Momentum:
         self._taken: dict[torch.Tensor, int] = {}
         """For each parameter, the number of gradients in this rank's own second moment."""
         self._factors: dict[torch.Tensor, float] = {}
-        """For each parameter, the ratio of the v of all ranks to the mean of the ranks' own second moments; empty if
-        not measured yet."""
+        """For each parameter, the ratio of all ranks' v to the mean of the ranks' own v; empty if not measured."""
         self._on_way: dict[torch.Tensor, torch.Tensor] = {}
         """This rank's part of the momentum in the exchange under way, if averages arrive late."""
         self._sizes: list[dict[torch.Tensor, float]] = []
@@ -133,8 +131,7 @@ class Momentum:
 
     @torch.no_grad()
     def see(self) -> None:
-        """Add this rank's own gradients to its second moments. Called in each step, while `.grad` contains this rank's
-        own gradients."""
+        """Add this rank's own gradients, which `.grad` contains, to its second moments. Called in each step."""
         if self._watches and self._attachment.algorithm.averages:
             self.shown.measure(self._factors)
             self._add(self._attachment.scale)
@@ -156,8 +153,7 @@ class Momentum:
     def _decayed(
         self, gradients: list[torch.Tensor], parameters: Sequence[torch.Tensor], moment: Moment, scale: Any
     ) -> list[torch.Tensor]:
-        """Return the gradients as the optimizer adds them to its momentum: without loss scale, clipped, with weight
-        decay."""
+        """Return the gradients as momentum gets them: without loss scale, clipped, with weight decay."""
         # With a GradScaler, infinite gradients occur, which would make this rank's own v infinite forever.
         if scale is not None:
             gradients = [(g / scale.to(g.device)).nan_to_num_(0.0, 0.0, 0.0) for g in gradients]
@@ -327,8 +323,7 @@ class Momentum:
                 continue
             state = self._state(p)
             rest = beside(1 - moment.beta2 ** state["step"], mean)
-            # If a value is rounded to 0 in 8 bits, because it is small compared to others in its block, v stays as it
-            # was.
+            # If a value that is small within its block is rounded to 0 in 8 bits, v stays as it was.
             fresh = torch.where(mean > 0, mean * self._factors[p], before)
             state["exp_avg_sq"].copy_(fresh * rest)
 
@@ -358,8 +353,7 @@ class Momentum:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Load the state that is equal on all ranks, from a checkpoint. Call `join` after it, or `restore` with a
-        snapshot."""
+        """Load the state that is equal on all ranks. Call `join` after it, or `restore` with a snapshot."""
         if not (self._asked or self._shares) or not state:
             return
         parameters = self._parameters

@@ -129,8 +129,7 @@ class Ranks:
 
     @cached_property
     def together(self) -> bool:
-        """Whether all ranks take the same steps. If false, each rank trains at its own speed and waits for no peer
-        between steps."""
+        """Whether all ranks take the same steps, and not each at its own speed without waiting for peers."""
         return self.alone or self._steps_together()
 
     @property
@@ -194,8 +193,7 @@ class Ranks:
         return self.connection is not None and self.connection.told
 
     def disconnect(self) -> None:
-        """Stop listening to the agent, and end the timeline and the connection. Waits a few seconds for operations
-        under way."""
+        """Stop listening to the agent, and end timeline and connection, once operations under way end or time out."""
         if self.control is not None:
             self.control.stop_listening()
         if self.timeline is not None:
@@ -322,8 +320,7 @@ class Ranks:
     # Waiting for operations ------------------------------------------------------------------------------------
 
     def keep(self, exchange: InFlight) -> None:
-        """Keep the exchange's memory alive until its operations are done, even if no other code refers to the exchange
-        any more."""
+        """Keep the exchange's memory alive until its operations are done, even if no other code refers to it."""
         self.flights.keep(exchange, self.step)
 
     def tell_waiting(self, what: str, waited: float) -> None:

@@ -62,8 +62,7 @@ class Auto(Algorithm):
         self._told: Gathering | None = None
         """The allgather of all ranks' measured times, until these are used to choose; None at all other times."""
         self._backwards = self._backwards_before = 0
-        """Number of backward passes in the last step, and number of all backward passes up to the last step's
-        exchange."""
+        """Number of backward passes in the last step, and in all steps up to its exchange."""
         self._trained: tuple[Any, ...] = ()
         """Parameters that the script trained in the first step."""
         self._found: Mapping[Choice, float] = {}
@@ -148,8 +147,7 @@ class Auto(Algorithm):
         self._compress(name)
 
     def _compress(self, name: str) -> None:
-        """Use compression `name` in the following exchanges. The buckets are kept, but the error feedback of the
-        previous compression is dropped."""
+        """Use compression `name` in the following exchanges, in the same buckets, without the earlier residuals."""
         a = self.attachment
         if name != a.compression:
             a.compression = name

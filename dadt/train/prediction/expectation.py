@@ -32,8 +32,7 @@ DAMPING = 0.5
 predictions from drifting apart."""
 
 _SOME = 8
-"""Number of gradients whose norms are compared before and after the script changes them, to find out by how much it
-scales all gradients."""
+"""Number of gradients whose norms show by how much the script scales all gradients."""
 
 
 def share_of(ranks: int) -> float:
@@ -79,8 +78,7 @@ class Expectation(Prediction):
         self._own: Gradients = []
         """This rank's own gradients that were just sent."""
         self._previous: Gradients = []
-        """This rank's own gradients of the step before the last, which were sent one step earlier than the last; empty
-        if not known."""
+        """This rank's own gradients of the step before the last; empty if not known."""
         self._previous_scale: torch.Tensor | float = 1.0
         """Loss scale of the gradients that were sent before the last ones."""
         self._terms: list[Term] = []
@@ -88,15 +86,13 @@ class Expectation(Prediction):
         self._versions: list[list[int]] = []
         """Autograd versions of the gradients in the expected gradient's terms, from which a change is detected."""
         self._in_place = False
-        """Whether the script sets gradients to zero in place, so that averages in the same memory will be overwritten.
-        """
+        """Whether the script sets gradients to zero in place, which overwrites averages in the same memory."""
         self._copies: dict[int, list[torch.Tensor]] = {}
         """Memory for copies of this rank's own gradients, by the parameter's id."""
         self._kernel = Kernel()
         """Computes the next weights of parameters on a GPU."""
         self._seen: dict[int, LastColumns] = {}
-        """For each group of parameters with equal factors, by its index, the tensors that were found suitable for the
-        C++ core's loops."""
+        """For each group of parameters with equal factors, the tensors that the C++ core's loops accept."""
         self._absent: set[int] = set()
         """Ids of parameters without an expected gradient, which the optimizer will skip."""
 
@@ -112,8 +108,7 @@ class Expectation(Prediction):
             self._expect_first(scale, delivery)
 
     def _keep_own(self, delivery: Set[int]) -> Gradients:
-        """Return this rank's own gradients, which are needed until the step after the next one. Gradients in memory
-        where averages will arrive are copied."""
+        """Return this rank's own gradients until the step after the next, copied where averages will arrive."""
         kept = self._gradients()
         if delivery.isdisjoint(map(address, _present(kept))):
             return kept
@@ -191,8 +186,7 @@ class Expectation(Prediction):
 
     @property
     def _has_changed(self) -> bool:
-        """Whether the expected gradient's terms are no longer valid, because the script has written to gradients since
-        the step."""
+        """Whether the script has written to gradients since the step, so that the expectation is no longer valid."""
         return bool(self._terms) and _versions(self._terms) != self._versions
 
     def _settle(self) -> None:
