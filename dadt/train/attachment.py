@@ -124,7 +124,7 @@ class Attachment:
 
     @property
     def overlaps(self) -> bool:
-        """Whether buckets may be launched during backward: not with several optimizers, whose order ranks may not share."""
+        """Whether buckets may be launched during backward: not with several optimizers, whose order could differ."""
         return not (self.has_closure or self.consumed) and self.optimizers.trains_one and self.weighing.launches_early
 
     @property
