@@ -201,7 +201,7 @@ class ShimKilled(Fault):
         if isinstance(starter, Mpi) and agent.shims.kill(self.rank):
             fatal = worker is not None and worker.trains and not worker.closing
             known = agent.is_heard and agent.shims.has_asked(self.rank)
-            others = {} if known else host_guilt(*range(job.hosts))  # the others' end may be told before, or alone
+            others = {} if known else host_guilt(*job.machines)  # the others' end may be told before, or alone
             guilt = {"ranks": frozenset([self.rank]), **others}
             self._struck(job, f"the shim of rank {self.rank} is killed", fatal=fatal, **guilt)
             starter.abort(128 + SIGKILL)
@@ -216,5 +216,5 @@ class MpirunKilled(Fault):
 
     def strike(self, job: SimulatedJob) -> None:
         if isinstance(starter := job.starter, Mpi) and job.launcher.expects:
-            self._struck(job, "mpirun is killed", **host_guilt(*range(job.hosts)))
+            self._struck(job, "mpirun is killed", **host_guilt(*job.machines))
             starter.abort(-SIGKILL) if self.ends else starter.end(-SIGKILL)

@@ -25,7 +25,7 @@ class UserSignals(Fault):
             ends = self.number in ENDING_SIGNALS
             # Some ranks end by a signal for which they have no handler yet, or save and end while others begin.
             all_train = job.checkpoint_signal == self.number and job.all_train
-            deaf = {} if ends or all_train else host_guilt(*range(job.hosts))
+            deaf = {} if ends or all_train else host_guilt(*job.machines)
             self._struck(job, f"the user sends signal {self.number}", user=ends, **deaf)
             job.launcher.signal(self.number)
             if not once_more:
