@@ -83,6 +83,8 @@ class SimulatedRun:
         self._told_to_wait = False
         """Whether it has waited since it last looked, so that it has heeded signals."""
         self._asked = self._taken = 0
+        self.questions: list[tuple[float, float]] = []
+        """When it was asked for hosts, and when each answer comes, which tells of the hosts at the question."""
         self._answer: Sequence[Host] | ConfigError | None = None
         self._hosts: Sequence[Host] = ()
         self.disks: dict[int, Disk] = {}
@@ -157,6 +159,7 @@ class SimulatedRun:
         if self.discovery.asks(self.world.now, seconds):
             listed, self._asked = self.list, self._asked + 1
             answer = ConfigError(listed.problem) if listed.problem else list(listed.hosts)
+            self.questions.append((self.world.now, self.world.now + listed.seconds))
             self.world.after(listed.seconds, lambda: setattr(self, "_answer", answer))
 
     @property

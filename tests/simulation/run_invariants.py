@@ -151,7 +151,9 @@ class RunInvariants:
         listed = run.list
         if run.process.stops or listed.problem or listed.seconds > 1:
             return
-        since = now - listed.changed_at
+        # while one question for hosts is open, there is no other one
+        before = (answer for asked, answer in run.questions if asked < listed.changed_at)
+        since = now - max([listed.changed_at, *before])
         paused = run.discovery.candidates.due(now) < float("inf")
         stopped = any(each.tries for attempt in run.attempts for each in attempt.invariants.struck)
         if since < listed.seconds + 1.0 or paused or stopped:
