@@ -75,6 +75,8 @@ class Launcher:
         """When all has to be over, as agents were told to stop their workers."""
         self.heeds: set[int] = set()
         """Signals of the user that end the job."""
+        self.exits: set[int] = set()
+        """Ranks of which it has heard that a process of theirs has ended."""
         self.said: list[tuple[float, str, str]] = []
         """Time, level and text of each line that the user reads in this attempt."""
         self._events: list[Event] = []
@@ -265,6 +267,8 @@ class Launcher:
         while self._events:
             event = self._next_event()
             self.open.note(event)
+            if event.frame.kind == "exit":
+                self.exits.add(event.frame["rank"])
             job.take(event)
             self._carry_out(job)
         job.turn(now)

@@ -117,9 +117,11 @@ class OutcomeInvariants:
         held = all(each.held for each in self._known.struck)
         if rank not in self._blamable and (held or not (waited and self._names_guilty(told))):
             raise Broken(f"it blames rank {rank}, which has done nothing: {told}")
-        if self._job.config.min_np or not self._fatal:
+        # what has ended a rank is no cause before its agent, which may be stopped or cut off, has told that
+        known = [each for each in self._fatal if each.ranks & self._job.launcher.exits]
+        if self._job.config.min_np or not known:
             return
-        first = self._fatal[0]
+        first = known[0]
         since = [each.at for each in self._known.struck if rank in self._known.ranks_of(each)]
         if since and min(since) > first.at + SOON_SECONDS:
             raise Broken(f"it blames rank {rank}, though before that {first.text}: {told}")
