@@ -270,7 +270,7 @@ _ready: dict[str, Check] = {
     "executable": PATH, "cores": whole(1, 1 << 20), **dict.fromkeys(("gpus", "gpu_models"), listed(text(100), 1024)),
     "addresses": listed(_address, 1 << 16), "ports": listed(whole(1, 65535), 64), "pid": PID,
     "problems": listed(text(TEXT), 100), "probe_port_": whole(1, 65535), "token_": matching(TOKEN),
-    "marker_": maybe(_marker), "clock": number,
+    "marker_": maybe(_marker), "clock": number, "date": number,
 }  # fmt: skip
 _beat: dict[str, Check] = {
     "steps": mapped(pair(STEP, number), MOST_RANKS, RANKS),

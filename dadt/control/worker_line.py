@@ -4,7 +4,6 @@ ranks."""
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from dadt.control import schema
 from dadt.control.frame import Frame
+from dadt.control.uptime import uptime
 from dadt.errors import DadtError
 from dadt.world import World
 
@@ -111,7 +111,7 @@ class WorkerLine:
             step=step,
             secondary=secondary,
             thread=thread[:SHOWN],
-            time=time.time(),
+            time=uptime(),
             around=[text[:SHOWN] for text in around[: schema.MOST_AROUND]],
             **_shortened(details),
         )

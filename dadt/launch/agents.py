@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from dadt.control.frame import Frame
+from dadt.control.uptime import uptime
 from dadt.errors import DadtError, LaunchError
 from dadt.launch import actions
 from dadt.launch.actions import Action, Event, Outbox, StartAction, Steps, TimeReached, unknown
@@ -224,7 +225,7 @@ class Agents:
             return
         node.heard = time.monotonic()
         for frame in frames:
-            if refusal := self._contact.hear(node, frame, time.time()):
+            if refusal := self._contact.hear(node, frame, uptime()):
                 self._lose(node, refusal, 0.0)
                 return
             self._events.append((node, frame))
@@ -238,7 +239,7 @@ class Agents:
             pass  # the agent is gone; the next read from it reports that
 
     def _lose(self, node: Node, why: str, seconds: float) -> None:
-        at = time.time()  # read the clock before the wait, so that consequences of the loss do not seem to precede it
+        at = uptime()  # read the clock before the wait, so that consequences of the loss do not seem to precede it
         told = self._finish(node, seconds)
         # With `seconds` 0 the launcher itself kills the agent, so the way in which the agent ended does not explain the
         # loss.

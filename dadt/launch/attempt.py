@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dadt.control.job_folder import Folder
+from dadt.control.uptime import uptime
 from dadt.launch import actions
 from dadt.launch.actions import Action, Event, Outbox, Steps
 from dadt.launch.agents import Agents
@@ -70,7 +71,7 @@ class Attempt:
             self._where = where = self._place()
             self._prepare(where)
             self._candidates.served((node.host for node in self._agents.nodes), time.monotonic())
-            self._job.start(orders(where), time.monotonic(), time.time())
+            self._job.start(orders(where), time.monotonic(), uptime())
             try:
                 outcome = self._wait()
             finally:

@@ -41,18 +41,18 @@ class Contact:
             for node in self._nodes:
                 node.heard = now
 
-    def hear(self, node: Node, frame: Frame, epoch: float) -> str:
+    def hear(self, node: Node, frame: Frame, uptime: float) -> str:
         """Check an agent's frame, and record what it says about the agent. Returns the reason if the frame is not
         allowed and the connection has to end; empty if the frame may be handled.
 
-        epoch: current time in seconds since the epoch.
+        uptime: of the launcher's host.
         """
         if others := _named(frame) - node.ranks:
             return f"it spoke of rank {min(others)}, which is not on its host ({frame.kind!r})"
         if (peer := frame.get("peer", 0)) >= len(self._nodes):
             return f"it spoke of host {peer} of the job ({frame.kind!r})"
         if "clock" in frame.header:
-            node.clock = max(node.clock, frame["clock"] - epoch)
+            node.clock = max(node.clock, frame["clock"] - uptime)
         node.done = node.done or frame.kind == "end"
         node.told = node.told or frame.kind == "preempted" or (frame.kind == "end" and frame["signal"] > 0)
         return ""

@@ -132,10 +132,10 @@ class Job:
         """For each kind of event, its handlers in the order in which they are called; none if the event needs no
         decision."""
 
-    def start(self, orders: Iterable[Frame], now: float, begin: float) -> None:
-        """Send each node's agent the order to start its workers. now, begin: the current time, as time.monotonic and in
-        seconds since the epoch."""
-        self._begun, self._begin = now, begin
+    def start(self, orders: Iterable[Frame], now: float, uptime: float) -> None:
+        """Send each node's agent the order to start its workers. now, uptime: the current time, as time.monotonic and
+        as uptime of the launcher's host."""
+        self._begun, self._uptime = now, uptime
         ranks = defaultdict[int, list[int]](list)
         for slot in self._slots:
             ranks[slot.cross_rank].append(slot.rank)
@@ -220,7 +220,7 @@ class Job:
             outcome.preemption = replace(preemption, endings=self._cause.endings, done=outcome.summaries)
         elif not outcome.signal:
             try:
-                outcome.failure = self._cause.judge(self._begin, stacks)
+                outcome.failure = self._cause.judge(self._uptime, stacks)
             except LaunchError as error:
                 error.is_last = outcome.told_to_end
                 raise

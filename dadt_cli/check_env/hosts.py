@@ -19,6 +19,7 @@ from typing import Any
 from dadt.config import Config
 from dadt.control.frame import Frame
 from dadt.control.job_folder import Folder
+from dadt.control.uptime import uptime
 from dadt.errors import LaunchError
 from dadt.launch.actions import Action, Outbox, StartAction
 from dadt.launch.agents import Agents
@@ -159,8 +160,9 @@ def _shell(printed: bytes) -> Iterator[Check]:
 
 
 def _clock(node: Node) -> Check:
-    if abs(node.clock) > SKEW_SECONDS:
-        value = f"{abs(node.clock):.1f} s {'ahead of' if node.clock > 0 else 'behind'} this machine's"
+    began, began_here = node.report["date"] - (node.report["clock"] - node.clock), time.time() - uptime()
+    if abs(skew := began - began_here) > SKEW_SECONDS:
+        value = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this machine's"
         return warn("clock", value, "let chrony or ntpd set it: times in logs and timelines mislead").of("hosts")
     return good("clock", "agrees with this machine's").of("hosts")
 

@@ -28,6 +28,7 @@ from dadt.control import timeline_file
 from dadt.control.frame import LENGTHS, Frame, Parser
 from dadt.control.schema import AGENT
 from dadt.control.seal import Seal
+from dadt.control.uptime import uptime
 from dadt.errors import DadtError, LaunchError
 from dadt.launch.actions import Action, Event, WriteJournal
 from dadt.launch.contact import Contact
@@ -142,7 +143,7 @@ def a_job(folder: Path) -> tuple[Job, Node]:
     slots = [Slot(rank=rank, local_rank=rank, world_size=2, local_size=2, host="h0") for rank in range(2)]
     node = Node(0, Host(name="h0"), report={"pid": 9})
     job = Job(Config(grace=1.0), [node], slots, folder, now=0.0, begin=0.0)
-    job.start([Frame("job")], now=0.0, begin=0.0)
+    job.start([Frame("job")], now=0.0, uptime=0.0)
     return job, node
 
 
@@ -208,7 +209,7 @@ def test_what_agents_say_to_the_launcher(inputs: int, tmp_path: Path) -> None:
 
     def take(data: bytes) -> None:
         for frame in Parser(AGENT).feed(LENGTHS.pack(len(data), 0) + data):
-            if not contact.hear(node, frame, time.time()):
+            if not contact.hear(node, frame, uptime()):
                 now = time.monotonic()
                 journal.see(node.name, frame)
                 job.take(Event(node, frame, now))

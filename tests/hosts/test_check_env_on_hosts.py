@@ -62,7 +62,7 @@ def test_what_is_wrong_between_two_hosts(hosts: Callable[[int], Network], tmp_pa
     (first.home / ".bashrc").write_text("echo Welcome, friend\n")
     second.run("hostname", "h0")
     (second.folder / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 h0\n")
-    change(second, tmp_path, "launch/agent/agent.py", '"clock": time.time()', '"clock": time.time() + 5.0')
+    change(second, tmp_path, "launch/agent/agent.py", '"date": time.time()', '"date": time.time() + 5.0')
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.12: cannot open')")
     prologue = f"export PYTHONPATH={tmp_path} https_proxy=http://proxy:3128 no_proxy=localhost,127.0.0.1,h0"

@@ -33,6 +33,19 @@ def waiting_for_godot():
 waiting_for_godot()
 """
 
+SET_BACK = """\
+import atexit, os, time, torch
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+if os.environ["RANK"] == "1":
+    while not os.path.exists("ready"): time.sleep(0.01)
+    atexit.register(lambda: open("failed", "w").close())
+    raise ValueError("first")
+time.time = lambda: 1000.0
+open("ready", "w").close()
+while not os.path.exists("failed"): time.sleep(0.001)
+raise ValueError("second")
+"""
+
 
 @pytest.mark.parametrize(
     ("failure", "code", "verdict"),
@@ -78,6 +91,11 @@ def test_with_torch_the_block_names_the_frame_and_the_survivors_stacks_are_kept(
 
 
 @pytest.mark.slow
+def test_the_first_failure_is_the_cause_though_a_clock_was_set_back(launch):
+    result = launch(SET_BACK)
+    assert "  cause   ValueError: first\n" in result.err, result.err
+
+
 def test_an_exception_in_a_thread_is_the_cause_if_the_process_fails_after_it(launch):
     thread = (
         "import threading\n"

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 READ_SECONDS = 0.0005
 """What comes within this time is looked at in one turn."""
+BOOT_SECONDS = 100.0
+"""Between the starts of two hosts."""
 NOT_RUN = 127
 """Exit code of a worker whose command cannot be run."""
 FOLDER = Path("/tmp/dadt/job")
@@ -39,7 +41,7 @@ class Agent:
     """One host: its agent, the processes of its workers, and the host's clock."""
 
     def __init__(self, world: World, job: SimulatedJob, machine: int, clock: float, how: str = "") -> None:
-        """clock: seconds by which the host's clock is ahead. how: what is the matter with it as it is started."""
+        """clock: seconds by which the host's date is ahead. how: what is the matter with it as it is started."""
         self.world, self.job, self.machine, self.clock, self.how = world, job, machine, clock, how
         self.index = -1
         """Its place in the job; -1 before it has one."""
@@ -77,9 +79,9 @@ class Agent:
         self._alarm = Alarm(self.process, self._turn)
 
     @property
-    def epoch(self) -> float:
-        """The time by this host's clock, in seconds since the epoch."""
-        return self.world.epoch + self.clock
+    def uptime(self) -> float:
+        """Seconds since this host was started, by the clock that nobody sets."""
+        return self.world.now + BOOT_SECONDS * self.machine
 
     @property
     def left(self) -> list[Worker]:
@@ -128,7 +130,7 @@ class Agent:
 
     def _report(self) -> None:
         self.ready_at = self.world.now
-        self._send(report_of(self.machine, self.epoch, self.how))
+        self._send(report_of(self.machine, self.uptime, self.world.epoch + self.clock, self.how))
 
     def _probe(self, order: Frame) -> None:
         answer = probed(self.job, self.machine, order)
@@ -242,7 +244,7 @@ class Agent:
         """What Supervisor._tell_end does."""
         assert self.host is not None
         memory = {"peak_memory": 0, "memory_limit": 0, "memory_kills": self.memory_kills}
-        self.host.ended(rank, code, {"step": self._pulse[rank][0], "time": self.epoch, **memory})
+        self.host.ended(rank, code, {"step": self._pulse[rank][0], "time": self.uptime, **memory})
         self._carry_out()
 
     def signal(self, number: int) -> None:
@@ -365,7 +367,7 @@ class Agent:
         conditions = {str(rank): "stopped" for rank in action.still if action.pids[rank] in held}
         steps = {str(rank): list(step) for rank, step in action.steps.items()}
         memory = dict.fromkeys(map(str, action.pids), 1 << 28)
-        told = {"steps": steps, "memory": memory, "conditions": conditions, "clock": self.epoch}
+        told = {"steps": steps, "memory": memory, "conditions": conditions, "clock": self.uptime}
         self._send(Frame("beat", told))
 
     # The end -----------------------------------------------------------------------------------------------------

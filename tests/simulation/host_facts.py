@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     from simulation.job import SimulatedJob
 
 
-def report_of(machine: int, epoch: float, how: str) -> Frame:
-    """The report about a host. epoch: the time by its clock. how: what is the matter with it."""
+def report_of(machine: int, uptime: float, date: float, how: str) -> Frame:
+    """The report about a host. date: the time by the clock that is set. how: what is the matter with it."""
     address = {"interface": "eth0", "address": address_of(machine), "speed": 1000.0}
     version = "0" if how == "has another version" else VERSION
     facts = {
         **dict.fromkeys(("python", "torch", "hostname", "executable"), "x"), "version": version,
         "machine": f"machine{machine}", "cores": 8, "gpus": [], "gpu_models": [], "addresses": [address],
-        "ports": [2000, 2002], "pid": 100, "probe_port": 2001, "token": "00", "marker": None, "clock": epoch,
+        "ports": [2000, 2002], "pid": 100, "probe_port": 2001, "token": "00", "marker": None, "clock": uptime,
+        "date": date,
         "problems": ["train.py: not there"] if how == "has a problem" else [],
     }  # fmt: skip
     return Frame("ready", facts)

@@ -146,7 +146,7 @@ class Launcher:
         joining = candidates if simulated.scenario.joins else None
         job = self.job = Job(simulated.config, self.nodes, self.slots, LOGS, now, self._epoch, joining)
         candidates.served((node.host for node in self.nodes), now)
-        job.start(orders(self._placed), now, self._epoch)
+        job.start(orders(self._placed), now, now)
         self._carry_out(job)
 
     # What comes ----------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class Launcher:
         if node.ended or self.ended_at is not None:
             return
         node.heard = self.world.now
-        if refusal := self._contact.hear(node, frame, self._epoch):
+        if refusal := self._contact.hear(node, frame, self.world.now):
             self._lose(node, refusal)
         else:
             self._put(node, frame)
@@ -183,7 +183,7 @@ class Launcher:
         """seconds: how long the launcher waits to learn why the agent is gone."""
         node.ended = True
         self.down[node].close()
-        self._put(node, Frame("lost", {"message": why, "time": self._epoch}))
+        self._put(node, Frame("lost", {"message": why, "time": self.world.now}))
         if seconds:
             self.stop()
             self.world.after(seconds, self.go_on)

@@ -43,8 +43,8 @@ def stays(self: Rendezvous, lost: Any, text: str, now: float) -> None:
     self._begin_anew(text, now)
 
 
-def deaf(self: Contact, node: Any, frame: Any, epoch: float) -> str:
-    told = hear(self, node, frame, epoch)
+def deaf(self: Contact, node: Any, frame: Any, uptime: float) -> str:
+    told = hear(self, node, frame, uptime)
     node.clock = 0.0
     return told
 
@@ -125,7 +125,7 @@ look = OtherHosts._look
 
 JOB_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "an agent that is silent is never given up": (Contact, "silent", lambda self, now: []),
-    "what an agent says is not checked": (Contact, "hear", lambda self, node, frame, epoch: ""),
+    "what an agent says is not checked": (Contact, "hear", lambda self, node, frame, uptime: ""),
     "clocks of hosts are taken for the same": (Contact, "hear", deaf),
     "ranks that are left learn nothing of a loss": (Membership, "_tell", nothing),
     "only the first loss counts": (Membership, "lose", once),

@@ -24,7 +24,7 @@ class Scenario:
     hosts: int
     per_host: int
     clocks: tuple[float, ...]
-    """For each host the seconds by which its clock is ahead."""
+    """For each host the seconds by which its date is ahead."""
     config: Config
     script: Script
     joins: bool

@@ -221,7 +221,7 @@ class Worker:
         self.agent.job.printed.append((self.world.now, f"[{self.rank}] {ours}: {error}"))
         self.report(
             "failed", type=kind, message=str(error)[:4000], frames=[], step=max(0, self.step),
-            secondary=isinstance(error, CommError), thread="", time=self.agent.epoch, around=[],
+            secondary=isinstance(error, CommError), thread="", time=self.agent.uptime, around=[],
         )  # fmt: skip
 
     # Training ----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 from dadt.control import machine, mpi_library, network, schema
 from dadt.control.frame import Frame, Link
 from dadt.control.job_folder import Folder
+from dadt.control.uptime import uptime
 from dadt.launch.agent.host_job import TURN_SECONDS
 from dadt.launch.agent.launcher_line import LauncherLine
 from dadt.launch.agent.probing import Probing
@@ -75,7 +76,7 @@ class Agent:
                 self._launcher.watch(listener.fileno(), listener.answer)
                 report |= {"probe_port": listener.port, "token": token.hex()}
                 report["marker"] = None if problems else self._probing.mark(look["cwd"], look["job"]) or None
-            self._launcher.send(Frame("ready", report | {"clock": time.time()}))
+            self._launcher.send(Frame("ready", report | {"clock": uptime(), "date": time.time()}))
             while (order := self._await_order("probe", "job")) is not None and order.kind == "probe":
                 self._probing.begin(order)
                 while self._probing.active and not self._launcher.gone:
@@ -131,4 +132,4 @@ class Agent:
     def _beat(self) -> None:
         if (now := time.monotonic()) >= self._beat_at:
             self._beat_at = now + TURN_SECONDS
-            self._launcher.send(Frame("beat", {"steps": {}, "memory": {}, "conditions": {}, "clock": time.time()}))
+            self._launcher.send(Frame("beat", {"steps": {}, "memory": {}, "conditions": {}, "clock": uptime()}))

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from dadt import errors
 from dadt.control import schema
 from dadt.control.frame import Frame
 from dadt.control.traceback_text import frames_of
+from dadt.control.uptime import uptime
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 LIMIT = 1 << 20
@@ -69,14 +71,14 @@ class ErrorFile:
         return Frame("failed", header)
 
     def _read(self) -> tuple[Mapping[str, Any], float]:
-        """Return the content of the error file and the time when it was written. Invalid content counts as empty, since
-        the worker may have written anything."""
+        """Return the content of the error file and its host's uptime when it was written. Invalid content counts as
+        empty, since the worker may have written anything."""
         with suppress(OSError, ValueError, RecursionError):
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
                 found = os.fstat(descriptor)
                 if stat.S_ISREG(found.st_mode) and isinstance(told := json.loads(file.read(LIMIT)), dict):
-                    return told, found.st_mtime
+                    return told, uptime() - (time.time() - found.st_mtime)
         return {}, 0.0
 
 

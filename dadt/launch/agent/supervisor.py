@@ -15,6 +15,7 @@ from dadt.control.condition import Conditions
 from dadt.control.frame import Frame
 from dadt.control.heartbeat import Heartbeat
 from dadt.control.job_folder import Folder
+from dadt.control.uptime import uptime
 from dadt.errors import LaunchError
 from dadt.launch.actions import unknown
 from dadt.launch.agent import actions, host_heartbeat
@@ -180,14 +181,14 @@ class Supervisor:
     def _tell_end(self, rank: int, code: int, peak_memory: int) -> None:
         step, _ = self._pulse.read(self._host.ranks[rank])
         memory = machine.memory_facts(peak_memory, self._memory_kills)
-        self._host.ended(rank, code, {"step": step, "time": time.time(), **memory})
+        self._host.ended(rank, code, {"step": step, "time": uptime(), **memory})
         self._carry_out()
 
     def _beat(self, action: SendBeat) -> None:
         steps = {str(rank): step for rank, step in action.steps.items()}
         memory = {str(rank): machine.resident(pid) for rank, pid in action.pids.items()}
         conditions = self._conditions.look({rank: action.pids[rank] for rank in action.still})
-        told = {"steps": steps, "memory": memory, "conditions": conditions, "clock": time.time()}
+        told = {"steps": steps, "memory": memory, "conditions": conditions, "clock": uptime()}
         self._launcher.send(Frame("beat", told))
 
     def _read_dump(self) -> None:

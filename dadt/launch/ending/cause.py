@@ -65,10 +65,10 @@ class Cause:
         """Text that says how something other than the launcher asked an agent to end, for the first such agent; empty
         if there is none."""
         self._gave_up_at = float("-inf")
-        """Time (time.time) at which a rank stopped waiting for others while hosts did not receive each other's
-        heartbeats."""
+        """Time, by the clock of `judge`, at which a rank stopped waiting for others while hosts did not receive each
+        other's heartbeats."""
         self._lost_at = float("inf")
-        """Time at which the first agent was lost (time.time); infinite if none was."""
+        """Time at which the first agent was lost, by the clock of `judge`; infinite if none was."""
 
     def complained(self, event: Event) -> None:
         """Record what a rank has written to stderr."""
@@ -76,8 +76,8 @@ class Cause:
         self._tails[rank] = (self._tails[rank] + event.frame.body)[-TAIL_BYTES:]
 
     def lose(self, text: str, at: float = float("inf")) -> None:
-        """Record that an agent was lost, or could not start its workers. at: time of the loss (time.time); infinite if
-        unknown."""
+        """Record that an agent was lost, or could not start its workers. at: time of the loss by the clock of `judge`;
+        infinite if unknown."""
         if not self._error or at < self._lost_at < float("inf"):
             self._error = text
         self._lost_at = min(self._lost_at, at)
@@ -166,8 +166,9 @@ class Cause:
         return self._records.get(ending.rank)
 
     def judge(self, begun: float, stacks: Sequence[Path]) -> Failure | None:
-        """Return the job's failure; None if the job ended well. begun: time at which the job began. stacks: files with
-        the ranks' stack traces. Raises LaunchError if the job failed but no worker is the cause."""
+        """Return the job's failure; None if the job ended well. begun: uptime of the launcher's host when the job
+        began. stacks: files with the ranks' stack traces. Raises LaunchError if the job failed but no worker is the
+        cause."""
         cause = self._find()
         known = self._excused | self.endings.keys()
         untold = [slot for slot in self._slots if slot.rank not in known]

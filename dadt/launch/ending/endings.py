@@ -101,8 +101,8 @@ class Endings:
             member.sign("is on a host whose agent is gone", now)
 
     def lose(self, node: Node, text: str, now: float, at: float = float("inf")) -> None:
-        """End the job because it cannot continue without this host. at: when the host was lost, in seconds since the
-        epoch."""
+        """End the job because it cannot continue without this host. at: when the host was lost, as uptime of the
+        launcher's host."""
         self._cause.lose(f"{node.name}: {text}" if node.name else text, at)
         self._stop_without(node, now)
 

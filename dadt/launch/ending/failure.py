@@ -259,7 +259,8 @@ def find_cause(
         return None
     if (record := records.get(first.rank)) is not None and record.type == errors.StartTimeout.__name__:
         # StartTimeout means that this rank waited for another one, so the earliest failure of any kind is the cause.
-        # Failures that name a rank which has failed as well come last, since the clocks of hosts may differ.
+        # Failures that name a rank which has failed as well come last, since the clock of a host stands still while the
+        # host is paused.
         first = min(filter(failed, endings), key=lambda ending: (names_another(ending), order(ending)[1]))
     record = records.get(first.rank)
     if record is not None and record.secondary and first.rank not in left:

@@ -37,8 +37,8 @@ class Node:
     heard: float = 0.0
     """Time at which the agent's last frame arrived (time.monotonic)."""
     clock: float = float("-inf")
-    """Estimate of the host's clock minus the launcher's, in seconds. It is too small by the time that the fastest frame
-    so far took to arrive."""
+    """Estimate of the host's uptime minus the launcher's, in seconds. It is too small by the time that the fastest
+    frame so far took to arrive."""
     done: bool = False
     """Whether the agent has reported that all of its workers have ended."""
     told: bool = False
