@@ -306,7 +306,8 @@ class Invariants:
     def _is_mute(self, lost: Struck) -> bool:
         """Whether another host is gone, which is not known yet, so that it is waited for as hosts are to join."""
         others = [each for each in self.struck if each.noticed and each is not lost]
-        return any(each.at < lost.at + JOIN_SECONDS and each.at + each.noticed > lost.at for each in others)
+        joined_by = lost.at + lost.noticed + JOIN_SECONDS
+        return any(each.at < joined_by and each.at + each.noticed > lost.at for each in others)
 
     def _check_silences(self, launcher: Launcher) -> None:
         """What the user is told of hosts that do not hear each other was true, and its end is told, too."""
