@@ -120,6 +120,7 @@ class Checkpoints:
             "state": state,
             "prediction": prediction,
             "momentum": a.momentum.state(),
+            "weighing": a.weighing.state(),
             "random": {},
         }
 
@@ -231,6 +232,7 @@ class Checkpoints:
         a.step = part["step"]
         a.numbered_from = a.step - a.exchanges
         a.momentum.load_state(part.get("momentum", {}))
+        a.weighing.load_state(part.get("weighing", {}))
         if own is not None:
             try:
                 observation.restore(a, own, prediction, part["state"])

@@ -314,7 +314,15 @@ class Weighing:
                 " weighed by samples"
             )
 
-    # Snapshots -------------------------------------------------------------------------------------------------
+    # Checkpoints and snapshots ---------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return what all ranks have in common, for a checkpoint."""
+        return {"rule": self._rule.name, "unit": self._unit}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if state:
+            self.restore({**state, "usual": 1.0})
 
     def observe(self) -> dict[str, Any]:
         return {"rule": self._rule.name, "unit": self._unit, "usual": self._usual}

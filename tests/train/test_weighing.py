@@ -145,3 +145,50 @@ def test_a_script_that_has_a_process_group_is_left_as_it_is(dadt_run) -> None:
     assert_replicas_equal(asked)
     assert any("--weigh tokens: " in line and WEIGHED in line for line in asked.lines())
     assert not torch.equal(asked.ranks[0]["state"]["1.bias"], by_default.ranks[0]["state"]["1.bias"])
+
+
+RESUMED = """
+    import gc, io
+    from torch.nn import functional as F
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
+        return model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    def train(model, optimizer, backwards, steps):
+        for step in steps:
+            given = torch.Generator().manual_seed(10 * step + rank)
+            for _ in range(backwards):
+                tokens = torch.randint(0, 9, (4, 8), generator=given)
+                labels = tokens.masked_fill(torch.rand(4, 8, generator=given) < 0.2 + 0.6 * rank, -100)
+                F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+    def trained(backwards):
+        saved, (model, optimizer) = io.BytesIO(), make()
+        train(model, optimizer, backwards, range(9))
+        torch.save([model.state_dict(), optimizer.state_dict()], saved)
+        whole = train(model, optimizer, backwards, range(9, 14))
+        del model, optimizer
+        gc.collect()
+        again = make()
+        for part, state in zip(again, torch.load(io.BytesIO(saved.getvalue()), weights_only=True)):
+            part.load_state_dict(state)
+        return {"whole": whole, "resumed": train(*again, backwards, range(9, 14))}
+    found = []
+    for backwards in (1, 2):
+        found.append(trained(backwards))
+        gc.collect()
+    report(found)
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
+def test_a_resumed_training_weighs_as_before(dadt_run, algorithm) -> None:
+    """From the first step on, in new objects, as in a new process: late averages tell what ranks count a step late."""
+    run = dadt_run(RESUMED, "--algorithm", algorithm, "--warmup-steps", "4", "--weigh", "tokens")
+    for one, other in zip(*run.ranks, strict=True):
+        assert_equal(one["whole"], other["whole"], "replicas")
+        for found in (one, other):
+            assert_equal(found["whole"], found["resumed"], "resumed")
+    assert any(WEIGHED in line for line in run.lines()), run.output
