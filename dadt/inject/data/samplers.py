@@ -52,9 +52,11 @@ def samples_of(loader: Loader) -> int | None:
 
 
 def group_of(batch_sampler: Any) -> int:
-    """Return how many consecutive samples belong together; 0 if the order has no groups. TRL's RepeatSampler, for
-    example, yields each prompt several times, for completions that are compared with each other."""
-    return getattr(getattr(batch_sampler, "sampler", None), "mini_repeat_count", 0)
+    """Return how many consecutive samples belong together; 0 if the order has no groups, or not TRL's kind of groups.
+    TRL's RepeatSampler yields each prompt several times, for completions that are compared with each other."""
+    sampler = getattr(batch_sampler, "sampler", None)
+    group, *others = (getattr(sampler, name, 0) for name in ("mini_repeat_count", "repeat_count", "batch_size"))
+    return group if isinstance(group, int) and all(others) else 0
 
 
 def draws_on(loader: Loader) -> bool:

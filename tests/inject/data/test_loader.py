@@ -242,6 +242,16 @@ def test_groups_of_a_prompt_s_completions_stay_together_and_each_is_used_as_ofte
     assert sorted(read) == sorted(4 * uses * list(range(10)))
 
 
+def test_a_sampler_of_another_kind_is_divided_as_any(tmp_path):
+    """One that only repeats samples, with a name in common with TRL's."""
+    other = type("Other", (RandomSampler,), {"mini_repeat_count": 4})
+
+    def script(runtime):
+        return [i for batch, _ in DataLoader(Numbers(8, False), 2, sampler=other(range(8))) for i in batch.tolist()]
+
+    assert sorted(itertools.chain(*ranks(2, script, tmp_path))) == list(range(8))
+
+
 def test_groups_are_divided_only_where_they_stay_whole(tmp_path):
     def script(runtime):
         for batch_size in (8, 16):
