@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,3 +22,10 @@ def replaces(name: str, *owners: Any) -> Callable[[Any], Any]:
         return function
 
     return put
+
+
+def rebind(name: str, original: Any, function: Any) -> None:
+    """Put `function` in the place of `original` in all modules that have imported it by this name already."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is original:
+            setattr(module, name, function)

@@ -29,6 +29,7 @@ from dadt.inject import (
     moved,
     optimizer,
     rank_watch,
+    upload,
     weighed,
     within_backward,
 )
@@ -161,6 +162,7 @@ def _install_around(runtime: Runtime, modules: module.Modules) -> None:
             runtime.ranks.progress.files_missed = overlay.missed
             runtime.ranks.progress.unseen = partial(unseen, overlay)
         download.install(runtime, overlay)
+        upload.install(runtime)
         replay.install(runtime, modules, streams, overlay)
 
 

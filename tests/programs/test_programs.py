@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import re
 import subprocess
 import tarfile
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 from harness.patience import PATIENCE
+from programs.hub import hub
 
 PROGRAMS = Path(__file__).parent
 BIN = PROGRAMS.parents[1] / ".venv-programs" / "bin"
@@ -184,6 +186,53 @@ def test_readers_of_tensorboard_and_hdf5_find_what_the_rank_itself_has_written(t
     assert found == 2 * [[True, 2, True, ["epoch 0", "epoch 1", "epoch 2"]]]
     assert len(list((tmp_path / "board").iterdir())) == 2  # the first rank's
     assert {path.name for path in (tmp_path / "weights").iterdir()} == {"0.h5", "1.h5", "all.h5", "last.h5"}
+
+
+def test_one_rank_pushes_and_logs(tmp_path: Path) -> None:
+    """As one process does: the same commits, one run of Weights & Biases and one of TensorBoard. Evaluation and
+    generation in mid-training are the same on all ranks."""
+    found = {}
+    for name, command in (("alone", (str(BIN / "python"),)), ("two", (str(BIN / "dadt"), "run", "-np", "2"))):
+        folder = tmp_path / name
+        folder.mkdir()
+        with hub() as server:
+            away = {"HF_ENDPOINT": server.address, "HF_TOKEN": "hf_of_nobody", "HF_HOME": str(folder / "home")}
+            batch = {"BATCH": "16" if name == "alone" else "8", "WANDB_MODE": "offline", "PYTHONPATH": str(PROGRAMS)}
+            words = [*command, str(PROGRAMS / "uploads.py")]
+            env = {**os.environ, **away, **batch}
+            done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=5 * PATIENCE, env=env)
+            assert done.returncode == 0, done.stdout + done.stderr
+            changes = [[word for word in each if not word.startswith("runs/")] for each in server.changes]
+        lines = [json.loads("{" + line.partition("{")[2]) for line in done.stdout.splitlines() if '"weights": ' in line]
+        runs = [len(list(folder.glob(each))) for each in ("wandb/offline-run-*", "**/events.out.tfevents.*")]
+        found[name] = changes, runs, lines
+    assert found["two"][0] == found["alone"][0] and len(found["alone"][0]) > 8
+    assert found["two"][1] == found["alone"][1] and found["two"][1][0] == 1
+    one, other = found["two"][2]
+    assert all(one[key] == other[key] for key in ("weights", "losses", "texts", "best"))
+    assert len(one["texts"]) == 8 and one["losses"][-1] < one["losses"][0]
+
+
+@pytest.mark.parametrize("flags", [(), ("--compression", "int8")], ids=["pipe", "int8"])
+def test_the_script_of_the_page_about_lora(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """As it stands there, but on CPUs: with a small base and conversations at the paths that it names."""
+    page = (PROGRAMS.parents[1] / "docs" / "lora.md").read_text()
+    script = page.partition("```python\n")[2].partition("```")[0]
+    names = [re.search(pattern, script)[1] for pattern in (r'SFTTrainer\("(.+?)"', r'load_dataset\("(.+?)"')]
+    (tmp_path / "train_lora.py").write_text(script.replace('"out",', '"out",\n    use_cpu=True,'))
+    env = {**os.environ, "PYTHONPATH": str(PROGRAMS), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    make = [str(BIN / "python"), str(PROGRAMS / "tiny_llama.py"), *names]
+    subprocess.run(make, cwd=tmp_path, check=True, capture_output=True, timeout=PATIENCE, env=env)
+    words = [str(BIN / "dadt"), "run", "-np", "2", "--warmup-steps", "5", *flags, "train_lora.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=5 * PATIENCE, env=env)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert re.search(r"[0-9.]+ MB that are not trained are equal on all ranks, so they are not sent", said), said
+    assert " of them delayed by one" in said and "weights differ" not in said
+    (kept,) = (tmp_path / "out").glob("checkpoint-*")  # of its end, as `save_steps` are more than it takes
+    base = sum(each.stat().st_size for each in (tmp_path / names[0]).glob("*.safetensors"))
+    assert (kept / "adapter_model.safetensors").stat().st_size > 0 and not list(kept.glob("model*.safetensors"))
+    assert base > 1e6
 
 
 def write_points(folder: Path) -> None:

@@ -1,0 +1,91 @@
+"""Lets one rank of the job upload: runs to Weights & Biases, and commits to the Hugging Face Hub.
+
+A script that does not know of other ranks would make as many runs as there are ranks, and push each model as often. So
+on the others a run is a disabled one, and the Hub is only read. A script that has read its rank does as it says.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+from dadt.inject.after_import import after_import
+from dadt.inject.patch import rebind, replaces
+from dadt.train.runtime import Runtime
+
+COMMITS = ("create_commit", "upload_file", "upload_folder")
+"""Methods of the Hub's client that upload files, and return what has become of them."""
+CHANGES = ("create_branch", "create_tag", "preupload_lfs_files", "upload_large_folder")
+"""Methods that change a repository, and return nothing. Not every version has all of them."""
+
+
+def install(runtime: Runtime) -> None:
+    after_import("wandb", partial(_one_run, runtime))
+    after_import("huggingface_hub.hf_api", partial(_one_push, runtime))
+
+
+def _is_anothers(runtime: Runtime) -> bool:
+    """Whether another rank uploads what this one would: the first of those that train, or one of the first island."""
+    ranks = runtime.ranks
+    if ranks.world.island_size and ranks.world.island > 0:
+        return True
+    return ranks.world.rank > min(ranks.newest.members) and not runtime.script.knows_rank
+
+
+def _one_run(runtime: Runtime, module: Any) -> None:
+    signature = inspect.signature(module.init)
+
+    @replaces("init", module)
+    def init(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        if _is_anothers(runtime):
+            given.arguments["mode"] = "disabled"
+        return init.__wrapped__(*given.args, **given.kwargs)
+
+
+def _one_push(runtime: Runtime, module: Any) -> None:
+    def is_left_out() -> bool:
+        return runtime.replay.under_way or _is_anothers(runtime)
+
+    @replaces("create_repo", module.HfApi)
+    def create_repo(self: Any, repo_id: str, **options: Any) -> Any:
+        if not is_left_out():
+            return create_repo.__wrapped__(self, repo_id, **options)
+        if "/" not in repo_id:
+            repo_id = f"{self.whoami(token=options.get('token'))['name']}/{repo_id}"
+        return module.RepoUrl(_address(module, self, repo_id, options.get("repo_type")), endpoint=self.endpoint)
+
+    changes = [name for name in CHANGES if hasattr(module.HfApi, name)]
+    for name in COMMITS:
+        _replace_commit(name, module, is_left_out)
+    for name in changes:
+        _replace_change(name, module, is_left_out)
+    for name in ("create_repo", *COMMITS, *changes):
+        if hasattr(module, name):
+            rebind(name, getattr(module, name), getattr(module.api, name))
+
+
+def _replace_commit(name: str, module: Any, is_left_out: Any) -> None:
+    signature = inspect.signature(getattr(module.HfApi, name))
+
+    @replaces(name, module.HfApi)
+    def commit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_left_out():
+            return commit.__wrapped__(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        address = _address(module, self, given["repo_id"], given.get("repo_type"))
+        url = f"{address}/commit/{given.get('revision') or 'main'}"
+        message, more = given.get("commit_message") or "", given.get("commit_description") or ""
+        made = module.CommitInfo(url, message, more, oid="", _endpoint=self.endpoint)
+        return self.run_as_future(lambda: made) if given.get("run_as_future") else made
+
+
+def _replace_change(name: str, module: Any, is_left_out: Any) -> None:
+    @replaces(name, module.HfApi)
+    def change(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if is_left_out() else change.__wrapped__(self, *args, **kwargs)
+
+
+def _address(module: Any, api: Any, repo_id: str, repo_type: str | None) -> str:
+    return f"{api.endpoint}/{module.constants.REPO_TYPES_URL_PREFIXES.get(repo_type, '')}{repo_id}"
