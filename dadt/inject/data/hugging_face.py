@@ -8,7 +8,7 @@ import inspect
 from typing import Any
 
 from dadt.inject.after_import import after_import
-from dadt.inject.patch import replaces
+from dadt.inject.patch import rebind, replaces
 from dadt.train.runtime import Runtime
 
 GROUP = "_dadt_group"
@@ -17,12 +17,15 @@ GROUP = "_dadt_group"
 
 def install(runtime: Runtime) -> None:
     def watch_split(module: Any) -> None:
-        signature = inspect.signature(module.split_dataset_by_node)
+        original = module.split_dataset_by_node
+        signature = inspect.signature(original)
 
         @replaces("split_dataset_by_node", module)
         def split_dataset_by_node(*args: Any, **kwargs: Any) -> Any:
             runtime.script.divides_data |= signature.bind(*args, **kwargs).arguments["world_size"] > 1
             return split_dataset_by_node.__wrapped__(*args, **kwargs)
+
+        rebind("split_dataset_by_node", original, split_dataset_by_node)
 
     def watch_repeats(module: Any) -> None:
         signature = inspect.signature(module.repeat_iterable_dataset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import inspect
 import itertools
 import pickle
@@ -267,18 +268,22 @@ def test_groups_are_divided_only_where_they_stay_whole(tmp_path):
     ranks(4, script, tmp_path / "four", batch="global")
 
 
-def test_data_that_the_script_divides_by_a_library_s_function_is_left_as_it_is(tmp_path):
-    """`split_dataset_by_node` of Hugging Face's datasets, in a package of the same name and signature."""
+@pytest.mark.parametrize("early", [False, True])
+def test_data_that_the_script_divides_by_a_library_s_function_is_left_as_it_is(early, tmp_path):
+    """`split_dataset_by_node` of Hugging Face's datasets, in a package of the same name and signature. early: whether a
+    module has imported it before torch was."""
     (tmp_path / "datasets").mkdir()
     (tmp_path / "datasets" / "__init__.py").touch()
     text = "def split_dataset_by_node(dataset, rank, world_size):\n    return dataset[rank::world_size]\n"
     (tmp_path / "datasets" / "distributed.py").write_text(text)
+    (tmp_path / "early.py").write_text("from datasets.distributed import split_dataset_by_node\n")
 
     def script(runtime):
-        hugging_face.install(runtime)
         sys.path.insert(0, str(tmp_path))
-        from datasets.distributed import split_dataset_by_node
-
+        if early:
+            importlib.import_module("early")
+        hugging_face.install(runtime)
+        split_dataset_by_node = importlib.import_module("early").split_dataset_by_node
         rank = runtime.ranks.world.rank
         whole = list(range(16))
         whole = split_dataset_by_node(whole, rank=0, world_size=1)  # which divides nothing
