@@ -137,8 +137,8 @@ THAWED = (
         with torch.no_grad():
             model.later.weight.add_(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    before = model.later.weight.detach().clone()
-    moved = []
+    before, begun = model.later.weight.detach().clone(), sent()
+    moved, travelled = [], []
     for step in range(12):
         if step == 4:
             model.later.requires_grad_(True)
@@ -149,7 +149,9 @@ THAWED = (
         model(torch.randn(4, 1024)).pow(2).mean().backward()
         optimizer.step()
         moved.append([(before != model.later.weight).any().item(), model.base.weight.detach().sum().item()])
-    report({"state": {k: v.clone() for k, v in model.state_dict().items()}, "moved": moved})
+        travelled.append(sent() - begun)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    report({"state": state, "moved": moved, "sent": travelled})
 """
 )
 APART = """
@@ -253,14 +255,18 @@ def test_other_adapters_travel_alone(run) -> None:
 
 @pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
 def test_layers_that_are_thawed_later_are_averaged_from_then_on(dadt_run, algorithm: str) -> None:
-    """One was equal on all ranks from the beginning, one has been made so at the start."""
-    run = dadt_run(THAWED, "--algorithm", algorithm, "--warmup-steps", "2", "--verify-every", "1")
+    """One was equal on all ranks from the beginning, one has been made so at the start. Neither travels before."""
+    options = "--algorithm", algorithm, "--warmup-steps", "2", "--verify-every", "1", "--executor", "tcp"
+    run = dadt_run(THAWED, *options)
     assert_replicas_equal(run)
     first, second = (rank["moved"] for rank in run.ranks)
     assert first[-1] == second[-1]
     assert [moved for moved, _ in first[:4]] == [False] * 4 and first[7][0]
     assert len({base for _, base in first[:7]}) == 1 and first[-1][1] != first[0][1]
     assert "differs from that" not in run.output
+    for rank in run.ranks:
+        assert rank["sent"][6] < BASE / 20, "seven steps without the base"
+        assert rank["sent"][-1] > 3 * BASE, "and five with its gradients"
 
 
 @pytest.mark.parametrize(
