@@ -1,8 +1,13 @@
+"""A loop of one's own with Accelerate; with the argument `bf16` in mixed precision."""
+
+import sys
+
 import torch
 from accelerate import Accelerator
 from shared import BATCH, Points, tell
 
-accelerator = Accelerator()
+precision = "bf16" if "bf16" in sys.argv else "no"
+accelerator = Accelerator(mixed_precision=precision)
 torch.manual_seed(0)
 data = Points()
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))

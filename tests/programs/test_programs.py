@@ -49,6 +49,7 @@ class Program:
 LIGHTNING = ("automatic", "manual", "several", "accumulating", "unevenly", "clipping")
 PROGRAMS_TRIED = [
     Program("accelerate_loop"),
+    Program("accelerate_loop", ("bf16",), equals_alone=False),  # rounded to 8 bits
     Program("transformers_trainer"),
     Program("transformers_tokens"),
     Program("transformers_tokens", ("accumulating",)),
@@ -57,11 +58,12 @@ PROGRAMS_TRIED = [
     Program("accelerate_sync"),
     *(Program("accelerate_loaders", (how,)) for how in ("dispatch", "split", "uneven")),
     Program("accelerate_tokens"),
-    Program("peft_lora"),
+    *(Program("peft_lora", (how,)) for how in ("lora", "ia3", "prompt")),
     *(Program("qlora_shape", (bits,)) for bits in ("four", "eight")),
     *(Program("qlora_bitsandbytes", (bits,)) for bits in ("four", "eight")),
     Program("trl_sft"),
     Program("trl_sft", ("packed",)),
+    Program("trl_sft", ("bfd",)),
     Program("trl_completions"),
     Program("trl_dpo"),
     Program("trl_grpo", equals_alone=False),  # each rank draws its own completions
