@@ -6,8 +6,12 @@ on the others a run is a disabled one, and the Hub is only read. A script that h
 
 from __future__ import annotations
 
+import atexit
 import inspect
+import shutil
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from dadt.inject.after_import import after_import
@@ -38,10 +42,29 @@ def _one_run(runtime: Runtime, module: Any) -> None:
 
     @replaces("init", module)
     def init(*args: Any, **kwargs: Any) -> Any:
+        if not _is_anothers(runtime):
+            return init.__wrapped__(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
-        if _is_anothers(runtime):
-            given.arguments["mode"] = "disabled"
-        return init.__wrapped__(*given.args, **given.kwargs)
+        given.arguments["mode"] = "disabled"
+        run = init.__wrapped__(*given.args, **given.kwargs)
+        _make_folder(Path(run.dir))
+        return run
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder into which a script saves what is to be uploaded, which a disabled run only names; until this
+    process ends."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def remove() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in made[1:]:
+            with suppress(OSError):  # others have made something there
+                parent.rmdir()
+
+    if made:
+        atexit.register(remove)
 
 
 def _one_push(runtime: Runtime, module: Any) -> None:

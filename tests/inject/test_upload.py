@@ -12,8 +12,12 @@ from harness.forked_ranks import ranks
 from dadt.inject import upload
 
 WANDB = """
+    import pathlib
+    from types import SimpleNamespace
+
     def init(project=None, name=None, mode=None, settings=None):
-        return name, mode
+        folder = pathlib.Path(__file__).parent / "there" if mode is None else pathlib.Path(__file__).parent / "x" / mode
+        return SimpleNamespace(name=name, mode=mode, dir=str(folder))
 """
 HUB = """
     from concurrent.futures import Future
@@ -105,7 +109,8 @@ def asked(runtime) -> tuple[list[str], list[tuple[str, object]]]:
     kept = hub.upload_file(path_or_fileobj=b"", repo_id="me/data", repo_type="dataset")
     hub.HfApi().create_branch("me/name", branch="b")
     hub.upload_large_folder("me/name", ".")
-    got = [wandb.init("project", name="a run"), str(early.create_repo("name", token="t")), kept.commit_url]
+    run = wandb.init("project", name="a run")
+    got = [run.name, run.mode, Path(run.dir).is_dir(), str(early.create_repo("name", token="t")), kept.commit_url]
     return [*got, pushed.result().commit_url], hub.done
 
 
@@ -114,10 +119,10 @@ DONE = [("commit", "later"), ("commit", None), ("branch", "b"), ("large", "."), 
 
 def test_one_rank_makes_runs_and_pushes(libraries: Path) -> None:
     first, second = ranks(2, asked, libraries)
-    assert first == ([("a run", None), "https://hub/me/name", "made", "made"], DONE)
+    assert first == (["a run", None, False, "https://hub/me/name", "made", "made"], DONE)
     url = "https://hub/{}/commit/main".format
-    disabled = ("a run", "disabled")
-    assert second == ([disabled, "https://hub/owner of t/name", url("datasets/me/data"), url("me/name")], [])
+    disabled = ["a run", "disabled", True]
+    assert second == ([*disabled, "https://hub/owner of t/name", url("datasets/me/data"), url("me/name")], [])
 
 
 def test_a_script_that_knows_its_rank_does_as_it_says(libraries: Path) -> None:
@@ -134,4 +139,4 @@ def test_nothing_is_pushed_where_the_script_runs_again_up_to_a_snapshot(librarie
         return asked(runtime)
 
     first, _ = ranks(2, script, libraries)
-    assert first[0][0] == ("a run", None) and first[1] == []
+    assert first[0][:2] == ["a run", None] and first[1] == []
