@@ -173,8 +173,8 @@ void Coordinator::complete(Entry& entry, Time now) {
   entry.since = now;
   entry.id = cache_.id_of(request);
   if (!request.group.empty()) {
-    // The round no longer exists if its members have different group sizes and it is complete for a smaller
-    // one.
+    // The round was removed already if its members stated different group sizes, and it was complete by a
+    // smaller size than this one.
     Group& group = groups_[request.group];
     group.progress.resize(world_size_);
     auto& rounds = group.rounds;
@@ -349,8 +349,8 @@ std::optional<Decision> Coordinator::decide(Time now) {
     fuse(std::exchange(fusible_, {}), options_.buffer_bytes, all, decision);
   }
   fuse(std::exchange(single_, {}), 0, true, decision);
-  // Ids of pending tensors are kept, since a rank that has used such an id would have to send its request
-  // again.
+  // Ids of pending tensors are kept. Otherwise a rank that has used such an id would have to repeat its
+  // request.
   const auto is_pending = [this](const std::string& name) { return pending_.contains(name); };
   cache_.trim(options_.cache_capacity, is_pending, decision);
   forget_groups();

@@ -31,8 +31,8 @@ def isend(tensor: Tensor, peer: int, tag: int = 0, *, process_set: ProcessSet | 
 def recv(tensor: Tensor, peer: int | None = None, tag: int = 0, *, process_set: ProcessSet | None = None) -> int:
     """Receive a tensor from a rank, in place, and return that rank.
 
-    tensor: as many bytes as the sender's, otherwise raises Mismatch. peer: the sender's rank; None accepts the first
-    message with this tag from any rank.
+    tensor: must have as many bytes as the sender's, otherwise raises Mismatch. peer: the sender's rank; None accepts
+    the first message with this tag from any rank.
     """
     return irecv(tensor, peer, tag, process_set=process_set).wait()
 

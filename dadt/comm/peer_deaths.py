@@ -163,8 +163,8 @@ class Deaths:
             self.tell(self._left[1])
 
     def check(self) -> None:
-        """Raise PeerLost if a rank has ended without which the job cannot continue. Called by ranks that wait for no
-        operation, so that no operation's error reports the loss."""
+        """Raise PeerLost if a rank that the job cannot do without has ended. For ranks that wait for no operation,
+        whose error would tell them of the loss."""
         if self._final:
             raise PeerLost(self.text)
 

@@ -227,7 +227,7 @@ def check_discovery(script: str, named: str, launcher: str, nnodes: int) -> None
 
 def check_replicas(algorithm: str, on_nan: str, verify_every: int, redistribute: bool, least: int) -> None:
     """Raise ConfigError if `--redistribute` is given without `--min-np`, or if another option needs ranks with equal
-    weights, or ranks that wait for each other, and the algorithm has none. least: the value of --min-np."""
+    weights, or ranks that wait for each other, which the algorithm does not provide. least: the value of --min-np."""
     if redistribute and not least:
         raise ConfigError("--redistribute divides what a lost worker leaves, but one ends the job: give --min-np M")
     if algorithm not in ("local", "gossip"):

@@ -132,7 +132,7 @@ class Departure:
                     raise
                 try:
                     self._ranks.regroup(error)
-                except StartTimeout as late:  # the lost rank does not reconnect, and may have reached its own end
+                except StartTimeout as late:  # the lost rank does not reconnect, as its script may have ended
                     raise CommTimeout(str(late)) from late
 
     def _arrive_apart(self) -> None:

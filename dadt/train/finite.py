@@ -85,8 +85,8 @@ def _first(parameters: Sequence[torch.Tensor]) -> int:
 
 
 def _most_of_parts(number: int, parameter: Any, *, in_rows: bool) -> int:
-    """Return the largest `number` of all ranks that store parts of the same model, found by the script's own process
-    groups. in_rows: whether these ranks are a row of the parameter's device mesh, rather than all ranks of
+    """Return the maximum of `number` over all ranks that store parts of the same model, computed in the script's own
+    process groups. in_rows: whether these ranks are a row of the parameter's device mesh, rather than all ranks of
     torch.distributed."""
     if not torch.distributed.is_initialized():
         return number

@@ -82,8 +82,8 @@ class Spared(NamedTuple):
         return cls(sum(s for s, flag in compared if not flag), sum(s for s, flag in compared if flag))
 
     def sentence(self, name: str, first: int) -> str:
-        """Return a line for the user; empty if fewer than SAID bytes were equal. name: suffix that names the optimizer.
-        first: the rank whose tensors are sent."""
+        """Return a line that tells the user how many bytes were not sent, because ranks had equal ones already; empty
+        if fewer than SAID. name: suffix that names the optimizer. first: the rank whose tensors are sent."""
         if self.equal < SAID:
             return ""
         text = f"{readable(self.equal)} that are not trained{name} are equal on all ranks, so they are not sent"

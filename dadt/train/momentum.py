@@ -94,7 +94,8 @@ class Momentum:
         return self._active or (self._shares and not self._attachment.has_closure)
 
     def shares(self, parameter: torch.Tensor) -> bool:
-        """Whether all ranks use a common v for this parameter, although each steps without averaging gradients."""
+        """Whether all ranks use a common v (Adam's second moment) for this parameter, although each steps without
+        averages."""
         return self._shares and self._watches and parameter in self._factors
 
     @property
@@ -327,7 +328,7 @@ class Momentum:
             fresh = torch.where(mean > 0, mean * self._factors[p], before)
             state["exp_avg_sq"].copy_(fresh * rest)
 
-    # Losses of ranks, checkpoints and snapshots ------------------------------------------------------------------
+    # Checkpoints, snapshots, and the loss of ranks ------------------------------------------------------------------
 
     def forget(self) -> None:
         """Forget momentum under way, and factors that ranks might know differently, so that they are measured again.

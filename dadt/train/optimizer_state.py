@@ -122,7 +122,7 @@ def _wrapped(optimizer: Optimizer, depth: int) -> list[tuple[str, Optimizer]]:
 
 
 def keeps_elsewhere(optimizer: Optimizer) -> bool:
-    """Whether the optimizer has more state than a `state_dict` of torch's layout contains."""
+    """Whether the optimizer has more state than a `state_dict` in torch's layout contains."""
     of_torch = not _overrides(optimizer, "state_dict") or _is_of_torch(optimizer.state_dict())
     return not of_torch or bool(tensors(optimizer)) or bool(_wrapped(optimizer, DEPTH))
 

@@ -150,7 +150,7 @@ class _Over:
 
 
 class _Ranks:
-    """This rank's connections with all others: one as in training, one by the null executor, and one by Gloo for
+    """Three ways in which this rank is connected with all others: as in training, by the null executor, and by Gloo for
     messages between two ranks."""
 
     def __init__(self, runtime: Runtime) -> None:

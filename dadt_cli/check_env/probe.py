@@ -59,7 +59,7 @@ def longest(asked: CheckOptions) -> float:
 
 
 def of_subject(subject: str, asked: CheckOptions, env: Mapping[str, str] = os.environ) -> list[Check]:
-    """Run one subject and return its checks, with a failed check added if its process did not end normally."""
+    """Run the checks of one subject and return them, with a failed check added if its process did not end normally."""
     seconds = SUBJECTS[subject] * (SLOW if asked.full else 1.0)
     command = [sys.executable, "-m", "dadt_cli.check_env", subject, json.dumps(asdict(asked))]
     try:

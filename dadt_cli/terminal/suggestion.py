@@ -42,7 +42,7 @@ HOSTS = ("--nnodes", "--num-nodes", "--num-machines")
 
 
 def command(arguments: Sequence[str], known: Collection[str]) -> str:
-    """Suggest what to call if the first argument is not a command of dadt; empty without a good guess. known: the
+    """Suggest a command if the first argument is not one of dadt; empty if there is no good guess. known: the
     commands."""
     first = arguments[0]
     if _is_script(first) or (first.startswith("-") and any(map(_is_script, arguments))):

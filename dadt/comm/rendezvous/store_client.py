@@ -168,8 +168,8 @@ class StoreClient(WorkerLine):
         self._publish(f"has ended after {steps} steps")
 
     def done(self, summary: Mapping[str, Any]) -> None:
-        """Print the summary on rank 0, once all ranks have started. Other ranks do nothing, since rank 0, which serves
-        the store, may have exited."""
+        """Print on rank 0 the summary of how the ranks have started, once all have. Other ranks do nothing, since rank
+        0, which serves the store, may have exited."""
         if self.world.rank or self._state.startswith("has failed"):
             return
         # Rank 0 serves the store, so it must not end before ranks that are still starting have read their values.

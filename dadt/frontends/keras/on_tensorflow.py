@@ -63,8 +63,8 @@ class Mirror:
         """Average gradients over all ranks. given: eager tensors, first the variables' values, then the gradients.
         Returns whether there are averages, whether the next ones will come late, and the averages.
 
-        The graph passes the values, since it reads them only after the true weights are back. If Python read the
-        variables itself, the graph would not order this after assignments to them.
+        The graph passes the values, which it reads after predicted weights are replaced by the true ones. If Python
+        read the variables itself, the graph would not order that read after assignments to them.
         """
         averages: list[torch.Tensor] = []
         count = len(self._parameters)

@@ -387,7 +387,7 @@ class Overlay(Tree):
                 os.makedirs(self.tree + folder, exist_ok=True)
 
     def _appeared(self, path: str) -> bool:
-        """Whether this rank sees the real file, which another rank has made or changed in this job."""
+        """Whether this rank sees the real file because another rank has made or changed it in this job."""
         try:
             return self.where(path) == path and (self.journal.is_others(path) or lstat(path).st_ctime >= self._start)
         except OSError:

@@ -36,7 +36,7 @@ class Lines:
     """Accepts the connections of a host's workers, reads their frames and sends answers, without ever blocking."""
 
     _speaker: Speaker
-    """The kinds of frames that workers may send."""
+    """A worker as the sender of frames, which may send frames of some kinds only."""
     _launcher: LauncherLine
     _connected: Callable[[Line], None]
     """Called with each new connection."""

@@ -58,8 +58,8 @@ class Shims:
         return line in self._lines
 
     def ended(self, line: int, status: int, peak_memory: int) -> None:
-        """Handle the end of a shim's worker, with this exit status. Does nothing if no shim with an order uses
-        connection `line`."""
+        """Handle the end of the worker of the shim at connection `line`. Does nothing if no shim there was ordered to
+        start one. status: the worker's exit status."""
         self._started.discard(line)
         if line in self._lines:
             self._lines.discard(line)

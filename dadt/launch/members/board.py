@@ -52,7 +52,7 @@ class Board:
     _wants: dict[str, list[Want]] = field(default_factory=dict)
     """Unanswered requests, by the first of a request's keys that is still missing."""
     _stalled: set[str] = field(default_factory=set)
-    """Groups of keys for which the user was warned that ranks have waited long."""
+    """Names of groups of keys for which the user was warned that ranks have waited long for their values."""
 
     def put(self, key: str, rank: int, blob: bytes, now: float) -> str:
         """Store a value. Returns the reason if the rank may not store it; otherwise an empty text."""

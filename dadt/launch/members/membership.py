@@ -130,7 +130,7 @@ class Membership:
                 self.lose([rank], why, now)
 
     def reconnect(self, event: Event) -> None:
-        """Handle a rank's report of a failed connection. `turn` answers it by whether all ranks connect again."""
+        """Handle a rank's report of a failed connection. `turn` replies whether all ranks are to connect again."""
         question, reply, now = event.frame, self._rendezvous.reply_to(event), event.now
         why = f"{self._rendezvous.members[question['rank']].named}: {question['text']}"
         request = ReconnectRequest(now, now + question["timeout"], why, self._obstacle(now), reply)

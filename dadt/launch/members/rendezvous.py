@@ -58,8 +58,8 @@ class Rendezvous:
         """For each rank, the number of bytes that it has sent for exchanges that are not complete."""
         self._board = Board()
         self._images = 0
-        """Number of times that ranks have replaced their processes (exec) during training. It counts once if several
-        ranks do so together."""
+        """Number of times that ranks have replaced their processes (exec) during training. Several ranks that do so
+        together count once."""
         self.generation = 0
         """Number of times that ranks have connected again, because a rank was lost, a rank joined, or a connection
         failed."""

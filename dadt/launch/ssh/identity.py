@@ -19,8 +19,8 @@ from dadt.launch.ssh.route import Route
 
 
 class Identities:
-    """The user's keys for one host, and a record of which of them the host refused, are locked by a passphrase, or
-    cannot be used."""
+    """The user's keys for one host, with records of the keys that the host refused, that are locked by a passphrase,
+    and that cannot be used."""
 
     def __init__(self, route: Route) -> None:
         self._route = route

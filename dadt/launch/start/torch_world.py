@@ -66,7 +66,8 @@ def may_divide(text: str, slots: Sequence[Slot]) -> bool:
 def worlds(slots: Sequence[Slot], nodes: Sequence[Node], size: int) -> list[TorchWorld]:
     """Return each rank's TorchWorld, by rank. size: number of ranks of an island; 0 without islands."""
     size = size or len(slots)
-    begun = [0] * len(nodes)  # for each host, the number of islands whose first rank runs there
+    # for each host, the number of islands (groups of ranks that share a model) whose first rank runs there
+    begun = [0] * len(nodes)
     found: list[TorchWorld] = []
     for begin in range(0, len(slots), size):
         island = slots[begin : begin + size]

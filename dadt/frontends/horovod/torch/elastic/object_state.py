@@ -1,4 +1,5 @@
-"""Horovod Elastic's state of a training, which returns to its last commit after an error."""
+"""Horovod Elastic's state objects, which hold the state of a training run and restore the last commit after an
+error."""
 
 from __future__ import annotations
 
