@@ -105,7 +105,7 @@ def _try_out(
     options = [*OPTIONS, *WAITS, *training.arguments, "--log-dir", str(logs)]
     hosts = ["-np", "4", "-H", network.list(len(RANKS) // training.hosts)]
     script = SHARDED if training.island > 1 else SCRIPT
-    run = HostRun(network, folder, script, [*hosts, *options, "train.py", str(step)], {})
+    run = HostRun(network, folder, script, [*hosts, *options, "train.py", str(step)], {}, alone=True)
     try:
         await_that(lambda: all((folder / f"here{rank}").exists() for rank in RANKS), f"step {step}")
         job = Struck(network, folder, seed, chance, stack)
