@@ -94,8 +94,7 @@ class Momentum:
         return self._active or (self._shares and not self._attachment.has_closure)
 
     def shares(self, parameter: torch.Tensor) -> bool:
-        """Whether all ranks use a common v (Adam's second moment) for this parameter, although each steps without
-        averages."""
+        """Whether all ranks use a common v (Adam's second moment) of this parameter, though each steps by itself."""
         return self._shares and self._watches and parameter in self._factors
 
     @property

@@ -108,6 +108,24 @@ def test_islands_with_stopped_ranks_are_not_waited_for_without_end() -> None:
     assert failure is not None and failure.ending.rank == 2
 
 
+@pytest.mark.parametrize("condition", ["stopped", ""])
+def test_an_island_is_not_lost_as_one_of_its_ranks_waits_for_another_island(condition: str) -> None:
+    """Ranks 1 and 3 have exchanged, and wait in their own process groups for rank 0, which waits for rank 2."""
+    world = DecidedJob(4, island_size=2, island="2", min_np=1, timeout=60.0)
+    world.train(1)
+    for rank, step in enumerate((5, 6, 5, 6)):
+        conditions = {"2": condition} if rank == 2 and condition else {}
+        world.say(rank, "beat", steps={str(rank): [step, 0.0]}, memory={}, conditions=conditions, clock=0.0)
+    world.say(0, "exchange", rank=0, line=1, key="key", timeout=300.0)
+    world.later(59.0, heard=range(4))
+    assert not world.sent("regroup")
+    world.later(2.0, heard=range(4))
+    assert world.sent("regroup")[0]["members"] == [0, 1], world.said()
+    assert {(frame["rank"], frame["number"]) for frame in world.sent("signal")} == {(2, 9), (3, 9)}
+    assert "rank 3 (pid 13 on host3) were silent for 60 s" in world.said()[-1]
+    assert not world.sent("stop")
+
+
 def test_a_rank_for_which_all_others_wait_is_lost_and_killed() -> None:
     world = DecidedJob(3, min_np=2, timeout=60.0)
     world.train(1)

@@ -3,7 +3,7 @@ and which of these write files."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from dadt.control import schema, shared_folder
 from dadt.control.frame import Frame
@@ -36,10 +36,3 @@ def regroup(rendezvous: Rendezvous, slots: Sequence[Slot], nodes: Sequence[Node]
     if writers := shared_folder.writers(seen, firsts.values()):
         facts["writers"] = [writers.get(rank, -1) for rank in places]
     return Frame("regroup", facts)
-
-
-def with_islands(ranks: Collection[int], slots: Sequence[Slot]) -> Collection[int]:
-    """Return these ranks together with all other ranks of their islands, which cannot train without them. Without
-    islands, return only these ranks."""
-    size = slots[0].island_size
-    return sorted({rank - rank % size + i for rank in ranks for i in range(size)}) if size else ranks

@@ -16,8 +16,9 @@ from dadt.launch.ending import preemption
 from dadt.launch.ending.cause import Cause
 from dadt.launch.ending.processes import NATURAL_SECONDS
 from dadt.launch.hosts.slot import Slot
-from dadt.launch.members.generation import regroup, with_islands
+from dadt.launch.members.generation import regroup
 from dadt.launch.members.handovers import Handovers
+from dadt.launch.members.islands import is_ahead_of_waiting, with_islands
 from dadt.launch.members.joining import Joining
 from dadt.launch.members.member import Member
 from dadt.launch.members.node import Node
@@ -275,8 +276,7 @@ class Membership:
         return bool(began) and all(member.finished for member in began)
 
     def _give_up_silent(self, now: float) -> None:
-        """Remove ranks for which all other ranks have waited too long. If all ranks wait, the network between hosts may
-        be cut; then the ranks of one host are removed."""
+        """Remove ranks for which all others have waited too long, or those of one host if all wait as it is cut off."""
         here = self._here
         since = now - self._patience
         if self._apart:
@@ -316,8 +316,7 @@ class Membership:
     def _give_up_cut_off(self, here: Sequence[Member], since: float, now: float) -> None:
         places = {self._slots[member.rank].cross_rank for member in here}
         if (cut := self._silences.cut_off(places, since, now)) is not None:
-            ranks = [member.rank for member in here if self._slots[member.rank].cross_rank == cut[0]]
-            self._lose_awaited(ranks, cut[1], now)
+            self._lose_awaited([each.rank for each in here if self._slots[each.rank].cross_rank == cut[0]], cut[1], now)
 
     def _cut(self, now: float) -> str:
         """Return a text about a known outage of the network between hosts; empty if there is none."""
@@ -386,7 +385,8 @@ class Membership:
         return [member for member in self._rendezvous.members if not (member.lost or member.ended)]
 
     def _waits(self, member: Member, now: float) -> bool:
-        return (member.waits(now) or member.finished) and not member.held
+        waits = member.waits(now) or member.finished
+        return not member.held and (waits or is_ahead_of_waiting(member, self._here, self.island_size, now))
 
     def _lose_running(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> bool:
         """Remove ranks that still run from the job, and kill their processes. Returns whether training continues."""

@@ -1,0 +1,30 @@
+"""Islands: consecutive ranks that train one model together, so that each is lost with the others, and waits for them in
+the script's own collectives, which the launcher does not see."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from dadt.launch.hosts.slot import Slot
+from dadt.launch.members.member import Member
+
+
+def with_islands(ranks: Collection[int], slots: Sequence[Slot]) -> Collection[int]:
+    """Return these ranks together with all other ranks of their islands, which cannot train without them. Without
+    islands, return only these ranks."""
+    size = slots[0].island_size
+    return sorted({rank - rank % size + i for rank in ranks for i in range(size)}) if size else ranks
+
+
+def is_ahead_of_waiting(member: Member, others: Iterable[Member], size: int, now: float) -> bool:
+    """Return whether another rank of this rank's island waits for its counterparts in an exchange that this rank has
+    completed. This rank will then soon wait for the other one, or does so already, and is not to blame for its silence.
+    size: ranks of an island; 0 without islands."""
+    if not size:
+        return False
+    island = (other for other in others if other.rank // size == member.rank // size)
+    return any(_progress(other) < _progress(member) and other.waits(now) for other in island)
+
+
+def _progress(member: Member) -> tuple[int, int]:
+    return member.step, member.gathered
