@@ -113,31 +113,29 @@ class LinkCounts:
 class TcpExecutor(Executor):
     """Executor over TCP.
 
-    data, notices: file descriptors of connected sockets, by rank; the executor takes them over. For each other rank
-    there are one or more for data, and one for notices, which carry the reasons of failures; at this rank's own index,
-    none for data and -1 for notices. Both ends must have proved themselves. silence: seconds without an acknowledgment
-    after which a connection counts as broken, if somebody replaces broken connections; 0: a rank whose connections
-    break counts as lost.
+    sockets: file descriptors of connected sockets, by rank; the executor takes them over. For each other rank there is
+    first one for notices, which carry the reasons of failures, then one for messages, which a TcpMailbox uses, and then
+    one or more for data; at this rank's own index there are none. Both ends must have proved themselves. silence:
+    seconds without an acknowledgment after which a connection counts as broken, if somebody replaces broken
+    connections; 0: a rank whose connections break counts as lost.
     """
 
-    def __init__(
-        self, rank: int, data: Sequence[Sequence[int]], notices: Sequence[int], silence: float = 0.0
-    ) -> None: ...
+    def __init__(self, rank: int, sockets: Sequence[Sequence[int]], silence: float = 0.0) -> None: ...
     def await_break(self) -> int | None:
         """Wait until the connections with a rank break, detach them, and return the rank. Returns None once this
         executor is closed or aborted."""
-    def detach(self, rank: int) -> int | None:
+    def detach(self, rank: int) -> tuple[int, int] | None:
         """Give up the connections with a rank, unless this was done already. Returns how many bytes of the rank's data
-        have arrived; None if either rank has ended."""
+        and of its messages have arrived; None if either rank has ended."""
     def is_detached(self, rank: int) -> bool:
         """Return whether the connections with the rank were given up and can still be replaced."""
     def has_left(self, rank: int) -> bool:
         """Return whether the rank has also ended the connection for notices."""
-    def attach(self, rank: int, data: Sequence[int], notices: int, received: int) -> bool:
-        """Replace the given-up connections with a rank; the caller keeps the ownership of the descriptors. received:
-        how many bytes of this rank's data the other rank has received. Waits until this rank has sent what the other
-        rank lacks of earlier operations. Returns False if no connections are needed, or if the missing bytes are no
-        longer known."""
+    def attach(self, rank: int, sockets: Sequence[int], received: Sequence[int]) -> bool:
+        """Replace the given-up connections with a rank; the caller keeps the ownership of the descriptors, which are
+        ordered as before. received: how many bytes of this rank's data and of its messages the other rank has received.
+        Waits until this rank has sent what the other rank lacks of earlier operations. Returns False if no connections
+        are needed, or if the missing bytes are no longer known."""
     def give_up(self, rank: int) -> None:
         """Count the rank as lost: its connections are not replaced."""
     def counts(self) -> list[LinkCounts]:
@@ -553,13 +551,9 @@ class Mailbox:
         """Fail this rank's pending messages, and stop the thread. May be called again."""
 
 class TcpMailbox:
-    """Messages between two ranks over TCP, with the methods of Mailbox.
+    """Messages between two ranks over TCP, with the methods of Mailbox, on the connections of an executor."""
 
-    sockets: file descriptors of connected sockets by rank, -1 at this rank's own index; the mailbox takes them over.
-    Both ends must have proved themselves.
-    """
-
-    def __init__(self, rank: int, sockets: Sequence[int]) -> None: ...
+    def __init__(self, beside: TcpExecutor) -> None: ...
     def counts(self) -> list[LinkCounts]:
         """Return the kernel's counts for the connections with each rank, as TcpExecutor.counts does."""
     def send(self, address: int, bytes: int, peer: int, tag: int) -> P2PWork: ...

@@ -163,9 +163,16 @@ void bind_types(py::module_& module) {
 template <typename Found>
 auto of_links(Found (Links::*call)(int)) {
   return [call](TcpExecutor& tcp, int rank) {
-    check_rank(rank, tcp.links().world_size());
-    return (tcp.links().*call)(rank);
+    check_rank(rank, tcp.links()->world_size());
+    return ((*tcp.links()).*call)(rank);
   };
+}
+
+using Counts = std::pair<uint64_t, uint64_t>;
+
+std::optional<Counts> detach(TcpExecutor& tcp, int rank) {
+  const auto found = of_links(&Links::detach)(tcp, rank);
+  return found ? std::optional(Counts(found->data, found->mail)) : std::nullopt;
 }
 
 void bind_executors(py::module_& module) {
@@ -184,22 +191,21 @@ void bind_executors(py::module_& module) {
       .def_readonly("at", &LinkCounts::at)
       .def_readonly("queued", &LinkCounts::queued);
   py::class_<TcpExecutor, Executor, std::shared_ptr<TcpExecutor>>(module, "TcpExecutor")
-      .def(py::init<int, std::vector<std::vector<int>>, std::vector<int>, double>(), "rank"_a, "data"_a,
-           "notices"_a, "silence"_a = 0.0)
+      .def(py::init<int, std::vector<std::vector<int>>, double>(), "rank"_a, "sockets"_a, "silence"_a = 0.0)
       .def("counts", &TcpExecutor::counts, Unlocked())
       .def(
-          "await_break", [](TcpExecutor& tcp) { return tcp.links().await_break(); }, Unlocked())
-      .def("detach", of_links(&Links::detach), "rank"_a, Unlocked())
+          "await_break", [](TcpExecutor& tcp) { return tcp.links()->await_break(); }, Unlocked())
+      .def("detach", &detach, "rank"_a, Unlocked())
       .def("is_detached", of_links(&Links::is_detached), "rank"_a, Unlocked())
       .def("has_left", of_links(&Links::has_left), "rank"_a, Unlocked())
       .def("give_up", of_links(&Links::give_up), "rank"_a, Unlocked())
       .def(
           "attach",
-          [](TcpExecutor& tcp, int rank, const std::vector<int>& data, int notices, uint64_t received) {
-            check_rank(rank, tcp.links().world_size());
-            return tcp.links().attach(rank, data, notices, received);
+          [](TcpExecutor& tcp, int rank, const std::vector<int>& sockets, Counts received) {
+            check_rank(rank, tcp.links()->world_size());
+            return tcp.links()->attach(rank, sockets, {received.first, received.second});
           },
-          "rank"_a, "data"_a, "notices"_a, "received"_a, Unlocked());
+          "rank"_a, "sockets"_a, "received"_a, Unlocked());
   py::class_<NullExecutor, Executor, std::shared_ptr<NullExecutor>>(module, "NullExecutor")
       .def(py::init<int, int>(), "rank"_a, "world_size"_a);
 }

@@ -1,6 +1,7 @@
 // Python bindings of the mailboxes.
 #include "bindings/bindings.h"
 #include "shm/mailbox.h"
+#include "tcp/tcp.h"
 #include "tcp/tcp_mailbox.h"
 
 namespace dadt {
@@ -50,7 +51,7 @@ void bind_mailbox(py::module_& module) {
       .def("connect", &Mailbox::connect, "endpoints"_a, "timeout"_a, Unlocked());
   bind_messages(shared);
   py::class_<TcpMailbox, std::unique_ptr<TcpMailbox, DeleteUnlocked>> tcp(module, "TcpMailbox");
-  tcp.def(py::init<int, std::vector<int>>(), "rank"_a, "sockets"_a)
+  tcp.def(py::init([](const TcpExecutor& beside) { return new TcpMailbox(beside.links()); }), "beside"_a)
       .def("counts", &TcpMailbox::counts, Unlocked());
   bind_messages(tcp);
 }

@@ -43,6 +43,11 @@ class ByteRing {
       std::memcpy(static_cast<uint8_t*>(to) + from, at, count);
     });
   }
+  // Called by the reader: calls part(address, count) for each contiguous part of the first unread bytes.
+  template <typename Part>
+  void visit(size_t bytes, Part&& part) const {
+    each_part(head_->read.load(), bytes, [&](const uint8_t* at, size_t, size_t count) { part(at, count); });
+  }
   // Called by the reader: removes the first unread bytes. Returns whether the writer must be woken.
   bool pop(size_t bytes) {
     head_->read.fetch_add(bytes);

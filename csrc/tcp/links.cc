@@ -28,37 +28,43 @@ struct NoticeHead {
 
 }  // namespace
 
-Links::Links(int rank, const std::vector<std::vector<int>>& data, const std::vector<int>& notices,
-             double silence)
+Links::Links(int rank, const std::vector<std::vector<int>>& sockets, double silence)
     : rank_(rank),
-      data_(data),
-      notices_(notices),
-      addresses_(data.size()),
+      sockets_(sockets),
+      data_(sockets.size()),
+      mail_sockets_(sockets.size()),
+      addresses_(sockets.size()),
       pid_(getpid()),
       silence_(silence),
-      meter_(static_cast<int>(data.size())),
-      heard_(data.size()),
-      given_up_(data.size()) {
-  for (int* bell : {&bell_, &watch_}) {
+      meter_(static_cast<int>(sockets.size())),
+      heard_(sockets.size()),
+      given_up_(sockets.size()) {
+  check_rank(rank, world_size());
+  for (int* bell : {&bell_, &watch_, &mail_bell_}) {
     *bell = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     if (*bell < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
   }
   for (int peer = 0; peer < world_size(); ++peer) {
-    streams_.emplace_back(peer, data[peer]);
-    if (peer == rank_) continue;
-    addresses_[peer] = address_of(notices_[peer]);
-    sockets_.insert(sockets_.end(), data[peer].begin(), data[peer].end());
-    sockets_.push_back(notices_[peer]);
+    const std::vector<int>& own = sockets_[peer];
+    if (peer != rank_) {
+      if (own.size() <= kData) throw std::invalid_argument("a rank has too few connections");
+      data_[peer].assign(own.begin() + kData, own.end());
+      mail_sockets_[peer] = {own[kMail]};
+      addresses_[peer] = address_of(notices(peer));
+      for (int socket : own) fcntl(socket, F_SETFL, fcntl(socket, F_GETFL) | O_NONBLOCK);
+    }
+    streams_.emplace_back(peer, data_[peer]);
+    mail_.emplace_back(peer, mail_sockets_[peer]);
   }
-  for (int socket : sockets_) fcntl(socket, F_SETFL, fcntl(socket, F_GETFL) | O_NONBLOCK);
 }
 
 Links::~Links() {
   if (inert()) return;
   close();
-  for (int socket : sockets_) ::close(socket);
-  ::close(bell_);
-  ::close(watch_);
+  for (const auto& each : sockets_) {
+    for (int socket : each) ::close(socket);
+  }
+  for (int bell : {bell_, watch_, mail_bell_}) ::close(bell);
 }
 
 bool Links::inert() const { return getpid() != pid_; }
@@ -69,8 +75,9 @@ void Links::send_notices(uint32_t code, const std::string& text) {
   NoticeHead head{code, static_cast<uint32_t>(std::min<size_t>(text.size(), kLongestNotice))};
   std::string notice(reinterpret_cast<const char*>(&head), sizeof head);
   notice.append(text, 0, head.bytes);
-  for (int socket : notices_) {
-    if (socket >= 0) (void)!::send(socket, notice.data(), notice.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (peer == rank_) continue;
+    (void)!::send(notices(peer), notice.data(), notice.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 }
 
@@ -84,13 +91,16 @@ void Links::abort(const Error& error) {
     is_aborted_ = true;
     send_notices(static_cast<uint32_t>(error.code()), error.what());
   }
-  ring(bell_);
-  ring(watch_);
+  ring_all();
 }
 
 void Links::ring(int bell) const {
   const uint64_t one = 1;
   (void)!write(bell, &one, sizeof one);
+}
+
+void Links::ring_all() const {
+  for (int bell : {bell_, watch_, mail_bell_}) ring(bell);
 }
 
 void Links::close() {
@@ -99,8 +109,21 @@ void Links::close() {
   if (!told_) send_notices(kBye, {});
   told_ = true;
   meter_.read(data_);
-  for (int socket : sockets_) shutdown(socket, SHUT_WR);
-  ring(watch_);
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (peer == rank_) continue;
+    shutdown(notices(peer), SHUT_WR);
+    for (int socket : data_[peer]) shutdown(socket, SHUT_WR);
+  }
+  ring_all();
+}
+
+void Links::end_mail() {
+  // Before this rank has told that it ends, other ranks would take the end of a connection for a break.
+  if (!has_told()) return;
+  const std::lock_guard lock(mail_mutex_);
+  for (const auto& each : mail_sockets_) {
+    for (int socket : each) shutdown(socket, SHUT_WR);
+  }
 }
 
 std::vector<LinkCounts> Links::counts() const {
@@ -126,7 +149,7 @@ void Links::read_notice(int rank) {
   Notice& notice = heard_[rank];
   char bytes[sizeof(NoticeHead) + kLongestNotice];
   while (!notice.ended) {
-    const ssize_t count = recv(notices_[rank], bytes, sizeof bytes, MSG_DONTWAIT);
+    const ssize_t count = recv(notices(rank), bytes, sizeof bytes, MSG_DONTWAIT);
     if (count < 0 && errno == EINTR) continue;
     if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
     if (count <= 0) {
@@ -143,11 +166,13 @@ void Links::read_notice(int rank) {
     if (!sound || notice.text.size() > sizeof head + head.bytes) {
       notice.ended = true;
       notice.reason = Error(Code::kComm, who + " sent what is no notice of DADT's");
+      ring(mail_bell_);
       return;
     }
     if (notice.text.size() < sizeof head + head.bytes) continue;
     notice.ended = true;
     notice.closed = head.code == kBye;
+    ring(mail_bell_);
     if (notice.closed) return;
     const Code code = static_cast<Code>(head.code);
     const std::string reason = notice.text.substr(sizeof head);
@@ -176,7 +201,7 @@ void Links::wait(std::vector<Interest>& interests, Clock::time_point deadline) {
   for (int rank = 0; rank < world_size(); ++rank) {
     if (rank == rank_ || heard_[rank].ended) continue;
     peers.push_back(rank);
-    polled.push_back({notices_[rank], POLLIN, 0});
+    polled.push_back({notices(rank), POLLIN, 0});
   }
   int left = 0;
   if (deadline != Clock::time_point::min() && !is_ready) {
@@ -225,10 +250,21 @@ bool Links::flush(int rank, const std::string& title) {
   return is_flushed;
 }
 
+// Returns whether connections with a rank that break will not be replaced.
+bool Links::is_over(int rank) const {
+  return given_up_[rank] || heard_[rank].closed || heard_[rank].reason;
+}
+
 // Returns whether the connections with a rank have ended and will not be replaced.
 bool Links::is_gone(int rank) const {
-  if (!streams_[rank].has_ended()) return false;
-  return silence_ == 0 || given_up_[rank] || heard_[rank].closed || heard_[rank].reason;
+  return streams_[rank].has_ended() && (silence_ == 0 || is_over(rank));
+}
+
+std::optional<bool> Links::fate(int rank) {
+  const bool has_ended = has_told();
+  const std::lock_guard lock(streams_mutex_);
+  if (silence_ > 0 && !is_over(rank) && !has_ended) return std::nullopt;
+  return heard_[rank].closed;
 }
 
 // Returns the error for a rank whose data connections have ended.
@@ -236,7 +272,7 @@ Error Links::lost(int rank, const std::string& title) {
   // The notice with the reason may arrive later than the end of the data connection, so it is awaited.
   const auto deadline = Clock::now() + kGrace;
   while (!heard_[rank].ended) {
-    pollfd polled{notices_[rank], POLLIN, 0};
+    pollfd polled{notices(rank), POLLIN, 0};
     const auto rest = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
     if (rest <= 0 || (poll(&polled, 1, static_cast<int>(rest)) == 0)) break;
     read_notice(rank);

@@ -16,23 +16,34 @@
 
 namespace dadt {
 
-// One rank's TCP connections with the other ranks of a group: for each rank one or more for data, and one for
-// a notice with which a rank reports that it ends normally, or the error with which it fails. Python code
-// connects them, authenticates both sides, and may replace the connections with a rank if they break.
+// Numbers of bytes that a rank has received from another one.
+struct Positions {
+  uint64_t data, mail;
+};
+
+// One rank's TCP connections with the other ranks of a group: for each rank one for a notice, which says why
+// a rank gives up or that it ends normally, one for messages between two ranks, and one or more for the data
+// of operations. They are connected elsewhere, by code in which both sides prove themselves, and which may
+// replace the connections with a rank, all of them together, if some break.
 class Links {
  public:
-  // data, notices: descriptors of connected sockets by rank; for this rank itself, an empty list and a
-  // negative number. This object takes ownership of the sockets. silence: seconds without an acknowledgement
-  // after which a connection counts as broken. If above 0, a thread waits in `await_break` for connections
-  // that break and replaces them. If 0, a rank whose connections break is lost.
-  Links(int rank, const std::vector<std::vector<int>>& data, const std::vector<int>& notices,
-        double silence = 0);
+  // Index of a connection among those with a rank: the one for notices, the one for messages, and the first
+  // one for data.
+  static constexpr size_t kNotices = 0, kMail = 1, kData = 2;
+
+  // sockets: descriptors of connected sockets by rank, in the order above; for this rank itself, none. This
+  // object takes ownership of them. silence: seconds without an acknowledgement after which a connection
+  // counts as broken. If above 0, a thread waits in `await_break` for connections that break and replaces
+  // them. If 0, a rank whose connections break is lost.
+  Links(int rank, const std::vector<std::vector<int>>& sockets, double silence = 0);
   ~Links();
   Links(const Links&) = delete;
   Links& operator=(const Links&) = delete;
 
   int rank() const { return rank_; }
-  int world_size() const { return static_cast<int>(notices_.size()); }
+  int world_size() const { return static_cast<int>(sockets_.size()); }
+  // Returns the address of a rank, for error messages.
+  const std::string& address(int rank) const { return addresses_[rank]; }
 
   // These methods have the same meaning as in Executor. Any thread may call abort, and one thread close.
   void abort(const Error& error);
@@ -42,24 +53,25 @@ class Links {
   // thread.
   std::vector<LinkCounts> counts() const;
 
-  // The following methods may be called from any thread except the engine's; in a forked child they do
-  // nothing.
+  // The following methods may be called from any thread except the engine's and the mailbox's; in a forked
+  // child they do nothing.
 
   // Blocks until connections with a rank break, detaches them as `detach` does, and returns the rank. Returns
   // nullopt once this object is closed or aborted.
   std::optional<int> await_break();
-  // Shuts down the connections with a rank, unless they already are, and returns how many bytes of the rank's
-  // stream were received. Returns nullopt if the rank has ended, or this object is closed or aborted.
-  std::optional<uint64_t> detach(int rank);
-  // Returns whether the connections with a rank are detached and may still be replaced.
+  // Gives up the connections with a rank, unless that was done before, and returns how many bytes of its
+  // streams were received. Returns none if the rank has ended, or this one has been closed or aborted.
+  std::optional<Positions> detach(int rank);
+  // Returns whether the connections with a rank are given up and not replaced yet.
   bool is_detached(int rank);
   // Returns whether nothing more will arrive on the rank's connection for notices.
   bool has_left(int rank);
-  // Replaces the connections with a rank by new ones, whose descriptors the caller keeps. received: number of
-  // bytes of this rank's stream that the other rank has received. Blocks until all bytes of earlier
-  // operations that the other rank has not received are passed to the kernel, or until the new connections
-  // break. Returns false if no replacement is needed, or if some of these bytes are no longer stored.
-  bool attach(int rank, const std::vector<int>& data, int notices, uint64_t received);
+  // Replaces the connections with a rank by new ones in the same order, whose descriptors the caller keeps.
+  // received: number of bytes of this rank's streams that the other rank has received. Blocks until all bytes
+  // of earlier operations that the other rank has not received are passed to the kernel, or until the new
+  // connections break. Returns false if no replacement is needed, or if some of these bytes are no longer
+  // stored.
+  bool attach(int rank, const std::vector<int>& sockets, Positions received);
   // Records that a rank is gone, so that its connections will not be replaced.
   void give_up(int rank);
 
@@ -96,6 +108,22 @@ class Links {
   // abort.
   void wait(std::vector<Interest>& interests, Clock::time_point deadline);
 
+  // The following methods are for the mailbox.
+
+  // The mutex that guards the streams of messages.
+  std::mutex& mail() { return mail_mutex_; }
+  Stream& mail(int rank) { return mail_[rank]; }
+  // Returns the connection for messages of each rank, as LinkMeter reads it.
+  const std::vector<std::vector<int>>& mail_sockets() const { return mail_sockets_; }
+  // An eventfd that wakes the mailbox's thread, also if something has become of a connection.
+  int mail_bell() const { return mail_bell_; }
+  void ring_mail() const { ring(mail_bell_); }
+  // Tells what becomes of a rank whose stream of messages has ended. Returns none if its connections may be
+  // replaced, and otherwise whether the rank has ended normally. Call it without holding the mutex.
+  std::optional<bool> fate(int rank);
+  // Records that nothing more is sent to any rank.
+  void end_mail();
+
  private:
   struct Notice {
     std::string text{};             // bytes of the notice received so far
@@ -106,24 +134,28 @@ class Links {
 
   bool inert() const;
   void ring(int bell) const;
+  void ring_all() const;
   bool has_told();
+  bool is_over(int rank) const;
   bool is_gone(int rank) const;
   bool breaks(int rank, bool is_sure);
-  std::optional<uint64_t> detach_held(int rank);
+  std::optional<Positions> detach_held(int rank);
   Error lost(int rank, const std::string& title);
   void check_reasons() const;
   void send_notices(uint32_t code, const std::string& text);
   void read_notice(int rank);
 
+  int notices(int rank) const { return sockets_[rank][kNotices]; }
+
   const int rank_;
-  const std::vector<std::vector<int>> data_;
-  const std::vector<int> notices_;
-  std::vector<int> sockets_;            // the sockets of all connections, to close them
-  std::vector<std::string> addresses_;  // addresses of the peers, for error messages
+  const std::vector<std::vector<int>> sockets_;  // all sockets, by rank
+  std::vector<std::vector<int>> data_, mail_sockets_;
+  std::vector<std::string> addresses_;
   const pid_t pid_;
   const double silence_;
-  int bell_ = -1;   // eventfd that wakes the engine's thread
-  int watch_ = -1;  // eventfd that wakes await_break
+  int bell_ = -1;       // eventfd that wakes the engine's thread
+  int watch_ = -1;      // eventfd that wakes await_break
+  int mail_bell_ = -1;  // eventfd that wakes the mailbox's thread
 
   // Any thread may use the following fields.
   std::atomic<bool> is_aborted_{false};
@@ -138,7 +170,11 @@ class Links {
   std::mutex streams_mutex_;
   std::vector<Notice> heard_;
   std::vector<Stream> streams_;  // data stream of each rank
-  std::vector<bool> given_up_;   // for each rank, whether `give_up` was called
+  std::vector<bool> given_up_;   // for each rank, whether it was given up
+
+  // Guarded by mail_mutex_, which may be locked while streams_mutex_ is held, but not the other way round.
+  std::mutex mail_mutex_;
+  std::vector<Stream> mail_;  // stream of messages of each rank
 };
 
 }  // namespace dadt

@@ -66,11 +66,8 @@ std::optional<int> Links::await_break() {
     {
       const std::lock_guard lock(streams_mutex_);
       for (int rank = 0; rank < world_size(); ++rank) {
-        const Notice& notice = heard_[rank];
-        const bool is_over = given_up_[rank] || notice.closed || notice.reason;
-        if (rank == rank_ || is_over || streams_[rank].is_detached()) continue;
-        polled.push_back({notices_[rank], POLLRDHUP, 0});
-        for (int socket : data_[rank]) polled.push_back({socket, POLLRDHUP, 0});
+        if (rank == rank_ || is_over(rank) || streams_[rank].is_detached()) continue;
+        for (int socket : sockets_[rank]) polled.push_back({socket, POLLRDHUP, 0});
         ranks.resize(polled.size() - 1, rank);
       }
     }
@@ -96,10 +93,8 @@ bool Links::breaks(int rank, bool is_sure) {
     {
       const std::lock_guard lock(streams_mutex_);
       if (streams_[rank].is_detached() || given_up_[rank]) return false;
-      // The connections may have been replaced since the event was detected, so they are checked again.
-      const bool is_still = is_sure || is_broken(notices_[rank]) ||
-                            std::ranges::any_of(data_[rank], [](int socket) { return is_broken(socket); });
-      if (!is_still) return false;
+      // The connections may have been replaced meanwhile.
+      if (!is_sure && !std::ranges::any_of(sockets_[rank], is_broken)) return false;
       read_notice(rank);
       const Notice& notice = heard_[rank];
       if (notice.closed || notice.reason) {
@@ -108,35 +103,35 @@ bool Links::breaks(int rank, bool is_sure) {
       }
       if (is_sure || notice.ended || Clock::now() >= deadline) return detach_held(rank).has_value();
     }
-    pollfd notice{notices_[rank], POLLIN, 0};
+    pollfd notice{notices(rank), POLLIN, 0};
     const auto rest = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
     poll(&notice, 1, static_cast<int>(std::max<int64_t>(rest, 0)));
   }
 }
 
-std::optional<uint64_t> Links::detach(int rank) {
+std::optional<Positions> Links::detach(int rank) {
   if (inert()) return std::nullopt;
   const std::lock_guard lock(streams_mutex_);
   return detach_held(rank);
 }
 
-std::optional<uint64_t> Links::detach_held(int rank) {
-  if (given_up_[rank] || heard_[rank].closed || heard_[rank].reason || has_told()) return std::nullopt;
-  std::optional<uint64_t> received;
+std::optional<Positions> Links::detach_held(int rank) {
+  if (is_over(rank) || has_told()) return std::nullopt;
+  std::optional<Positions> received;
   try {
-    received = streams_[rank].detach();
+    const std::lock_guard lock(mail_mutex_);
+    received = {streams_[rank].detach(), mail_[rank].detach()};
   } catch (const Error& error) {  // the rank has sent invalid data
     heard_[rank].reason = error;
   }
-  ring(bell_);
-  ring(watch_);
+  ring_all();
   return received;
 }
 
 bool Links::is_detached(int rank) {
   if (inert()) return false;
   const std::lock_guard lock(streams_mutex_);
-  return streams_[rank].is_detached() && !given_up_[rank] && !heard_[rank].closed && !heard_[rank].reason;
+  return streams_[rank].is_detached() && !is_over(rank);
 }
 
 bool Links::has_left(int rank) {
@@ -146,26 +141,24 @@ bool Links::has_left(int rank) {
   return heard_[rank].ended;
 }
 
-bool Links::attach(int rank, const std::vector<int>& data, int notices, uint64_t received) {
-  if (inert() || data.size() != data_[rank].size()) return false;
+bool Links::attach(int rank, const std::vector<int>& sockets, Positions received) {
+  if (inert() || sockets.size() != sockets_[rank].size()) return false;
   {
-    const std::lock_guard lock(streams_mutex_);
-    Stream& stream = streams_[rank];
+    const std::scoped_lock lock(streams_mutex_, mail_mutex_);
+    Stream &stream = streams_[rank], &mail = mail_[rank];
     read_notice(rank);
-    const bool is_over = given_up_[rank] || heard_[rank].closed || heard_[rank].reason;
-    if (is_over || !stream.is_detached() || !stream.can_resume(received) || has_told()) return false;
-    const auto replace = [](int old, int descriptor) {
-      fcntl(descriptor, F_SETFL, fcntl(descriptor, F_GETFL) | O_NONBLOCK);
-      dup3(descriptor, old, O_CLOEXEC);
-    };
-    for (size_t i = 0; i < data.size(); ++i) replace(data_[rank][i], data[i]);
-    replace(notices_[rank], notices);
+    if (is_over(rank) || !stream.is_detached() || has_told()) return false;
+    if (!stream.can_resume(received.data) || !mail.can_resume(received.mail)) return false;
+    for (size_t i = 0; i < sockets.size(); ++i) {
+      fcntl(sockets[i], F_SETFL, fcntl(sockets[i], F_GETFL) | O_NONBLOCK);
+      dup3(sockets[i], sockets_[rank][i], O_CLOEXEC);
+    }
     heard_[rank] = {};
-    stream.attach(received);
+    stream.attach(received.data);
+    mail.attach(received.mail);
   }
-  ring(bell_);
-  ring(watch_);
-  // This thread sends the remaining bytes itself, since the engine's thread may not run an operation now.
+  ring_all();
+  // This thread sends the remaining bytes itself, as the engine's thread may not be in any operation.
   std::vector<pollfd> polled;
   while (true) {
     {
@@ -184,8 +177,7 @@ void Links::give_up(int rank) {
     const std::lock_guard lock(streams_mutex_);
     given_up_[rank] = true;
   }
-  ring(bell_);
-  ring(watch_);
+  ring_all();
 }
 
 bool Links::has_told() {

@@ -20,6 +20,7 @@ constexpr size_t kStripe = 16 * 1024;
 constexpr int kUnsent = 64 * 1024;
 constexpr int kMeanwhile = 1 << 20;  // room for bytes that arrive over one socket while another is late
 constexpr size_t kMostEarly = 64 << 20;
+constexpr size_t kLongTail = 64 * 1024;
 
 // Appends the memory of bytes [begin, begin + count) of the parts to `to`.
 void add_slice(const std::vector<iovec>& parts, size_t begin, size_t count, std::vector<iovec>& to) {
@@ -86,8 +87,8 @@ size_t Stream::receive_some(Socket& socket, std::vector<iovec>& to) {
 
 size_t Stream::send(const std::vector<iovec>& from) { return resend() ? push(from) : 0; }
 
-// Sends bytes of earlier operations again that the other side had not received when the sockets were
-// replaced. Returns whether all are sent.
+// Sends the bytes before the current operation that were not sent yet, or that the other side of a new
+// connection lacks. Returns whether all are sent.
 bool Stream::resend() {
   while (sent_ < settled_) {
     const size_t left = static_cast<size_t>(settled_ - sent_);
@@ -144,22 +145,35 @@ bool Stream::flush(Socket& socket) {
   return socket.left.empty();
 }
 
-size_t Stream::unacknowledged() {
+size_t Stream::unacknowledged() { return std::min(sent(), static_cast<size_t>(sent_ - acknowledged())); }
+
+// Returns a position before which the other side's kernel has acknowledged all bytes.
+uint64_t Stream::acknowledged() {
   uint64_t position = sent_;
   for (Socket& socket : sockets_) {
     int queued = 0;  // bytes that the other side's kernel has not acknowledged
-    if (ioctl(socket.descriptor, SIOCOUTQ, &queued) != 0) return sent();
-    if (sockets_.size() == 1) return std::min(sent(), static_cast<size_t>(queued));
+    if (ioctl(socket.descriptor, SIOCOUTQ, &queued) != 0) return 0;
+    if (sockets_.size() == 1) return sent_ - std::min(sent_, static_cast<uint64_t>(queued));
     const uint64_t acknowledged = socket.sent - std::min(socket.sent, queued + socket.left.size());
     while (!socket.stripes.empty() && socket.stripes.front().end <= acknowledged) socket.stripes.pop_front();
     if (!socket.stripes.empty()) position = std::min(position, socket.stripes.front().position);
   }
-  return std::min(sent(), static_cast<size_t>(sent_ - position));
+  return position;
 }
 
 void Stream::settle(std::string tail) {
   tail_ = std::move(tail);
   settled_ = sent_;
+}
+
+void Stream::append(const void* data, size_t bytes) {
+  // What stays is moved, so at least as much has to go.
+  if (tail_.size() >= kLongTail && !has_ended_) {
+    const size_t kept = static_cast<size_t>(settled_ - acknowledged());
+    if (kept <= tail_.size() / 2) tail_.erase(0, tail_.size() - kept);
+  }
+  tail_.append(static_cast<const char*>(data), bytes);
+  settled_ += bytes;
 }
 
 uint64_t Stream::detach() {

@@ -42,6 +42,9 @@ class Stream {
   size_t unacknowledged();
   // Ends the operation. tail: copy of its last bytes, which the other side may not have received.
   void settle(std::string tail);
+  // Adds bytes that belong to no operation, for `flush` to send. A copy is kept until the other side's kernel
+  // has acknowledged them. A stream has either such bytes or operations.
+  void append(const void* data, size_t bytes);
 
   // Shuts down the sockets, stores bytes that have arrived, and returns the position in the stream after
   // them. Idempotent.
@@ -88,6 +91,7 @@ class Stream {
   };
 
   void prepare(Socket& socket) const;
+  uint64_t acknowledged();
   bool resend();
   bool flush(Socket& socket);
   size_t push(const std::vector<iovec>& from);
@@ -105,9 +109,9 @@ class Stream {
   uint64_t sent_ = 0;      // total bytes sent, which is the position of the next stripe
   uint64_t received_ = 0;  // total bytes received
   uint64_t settled_ = 0;   // position at which the current operation begins
-  std::string tail_;       // last bytes before the current operation, which may have to be sent again
-  std::string early_;      // bytes that had arrived when the sockets were detached
-  size_t early_at_ = 0;    // bytes of `early_` that `receive` has returned
+  std::string tail_;       // last bytes before `settled_`
+  std::string early_;      // bytes that arrived before the sockets were detached
+  size_t early_at_ = 0;    // bytes of `early_` that were already passed on
   size_t turn_ = 0;        // index of the socket to try first
   size_t wake_at_ = 1;
   std::vector<iovec> parts_;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "engine/executor.h"
@@ -11,23 +12,22 @@ namespace dadt {
 // An executor that uses TCP between ranks, over sockets that the caller has connected.
 class TcpExecutor final : public Executor {
  public:
-  // The parameters are those of Links.
-  TcpExecutor(int rank, const std::vector<std::vector<int>>& data, const std::vector<int>& notices,
-              double silence = 0)
-      : links_(rank, data, notices, silence), parts_(links_.world_size()) {}
+  // For details see Links.
+  TcpExecutor(int rank, const std::vector<std::vector<int>>& sockets, double silence = 0)
+      : links_(std::make_shared<Links>(rank, sockets, silence)), parts_(links_->world_size()) {}
 
   const char* name() const override { return "tcp"; }
   void settle_thread(int rank, int world_size) override;
   Result run(const Operation& operation, double timeout) override;
-  void abort(const Error& error) override { links_.abort(error); }
-  void close() override { links_.close(); }
+  void abort(const Error& error) override { links_->abort(error); }
+  void close() override { links_->close(); }
 
-  // Returns the kernel's counts for the connections with each rank; see Links::counts.
-  std::vector<LinkCounts> counts() const { return links_.counts(); }
-  Links& links() { return links_; }
+  // For details see Links.
+  std::vector<LinkCounts> counts() const { return links_->counts(); }
+  const std::shared_ptr<Links>& links() const { return links_; }
 
  private:
-  Links links_;
+  const std::shared_ptr<Links> links_;
 
   // Only the engine's thread uses the following fields.
   CollectiveMemory memory_;

@@ -1,14 +1,10 @@
 #include "tcp/tcp_mailbox.h"
 
-#include <fcntl.h>
 #include <poll.h>
-#include <sys/eventfd.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cstring>
 #include <mutex>
-#include <system_error>
 
 #include "base/thread.h"
 #include "engine/executor.h"
@@ -19,6 +15,7 @@ namespace dadt {
 namespace {
 
 constexpr size_t kPipe = 256 * 1024;
+constexpr size_t kMostPushed = 64 * 1024;
 constexpr double kCloseSeconds = 5;
 constexpr size_t kLongestReason = 1024;
 
@@ -30,82 +27,63 @@ constexpr FrameType kGiveUp = static_cast<FrameType>(101);
 }  // namespace
 
 struct TcpMailboxState final : Carrier {
-  // The connection between this rank and another one.
+  // The frames between this rank and another one.
   struct Pipe {
     RingMemory in_memory{kPipe}, out_memory{kPipe};
     ByteRing in = in_memory.ring(), out = out_memory.ring();
     Frame frame{};   // frame that is being received
     size_t got = 0;  // bytes received of the frame, including its payload
     std::vector<uint8_t> payload;
-    bool ended = false;   // whether nothing more can be received
-    bool closed = false;  // whether the rank has sent a goodbye
-    bool broken = false;  // whether nothing can be sent any more
+    bool last = false;    // whether the connection will not be replaced if it ends
+    bool closed = false;  // whether the rank has ended normally
+    bool ended = false;   // whether nothing more comes, or can be sent
   };
 
-  TcpMailboxState(int place, std::vector<int> handed)
-      : own(place),
-        sockets(std::move(handed)),
+  explicit TcpMailboxState(std::shared_ptr<Links> connected)
+      : links(std::move(connected)),
+        own(links->rank()),
         pid(getpid()),
-        bell(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
-        meter(static_cast<int>(sockets.size())),
-        post(*this, kPipe) {
-    if (bell < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
-    for (int rank = 0; rank < world_size(); ++rank) {
-      if (rank == own) continue;
-      fcntl(sockets[rank], F_SETFL, fcntl(sockets[rank], F_GETFL) | O_NONBLOCK);
-      addresses.push_back(address_of(sockets[rank]));
-    }
-    addresses.insert(addresses.begin() + own, std::string());
-  }
-  ~TcpMailboxState() override {
-    for (int socket : sockets) {
-      if (socket >= 0) ::close(socket);
-    }
-    ::close(bell);
-  }
-  TcpMailboxState(const TcpMailboxState&) = delete;
-  TcpMailboxState& operator=(const TcpMailboxState&) = delete;
+        mutex(links->mail()),
+        meter(links->world_size()),
+        post(*this, kPipe) {}
 
-  // The following fields are constant after construction.
+  // Constant after construction.
+  const std::shared_ptr<Links> links;
   const int own;
-  const std::vector<int> sockets;
   const pid_t pid;
-  const int bell;
-  std::vector<std::string> addresses;
+  std::mutex& mutex;
 
   // Any thread may use the following field.
   LinkMeter meter;
 
-  // This mutex guards the following fields, except for methods of `post` that any thread may call.
-  std::mutex mutex;
-  std::vector<std::unique_ptr<Pipe>> pipes;  // the pipe to each rank; empty until the first message
+  // Guarded by mutex, except for methods that Post allows to any thread.
+  std::vector<std::unique_ptr<Pipe>> pipes;  // pipe of each rank; empty until the first use
   Post post;
   bool told = false;                          // whether the other ranks were informed why this rank fails
   std::optional<Clock::time_point> close_at;  // time at which it closes even if bytes are still unsent
   std::thread thread;
 
   int rank() const override { return own; }
-  int world_size() const override { return static_cast<int>(sockets.size()); }
-  void wake(int) override {}  // does nothing, since the calling thread moves all data itself
+  int world_size() const override { return links->world_size(); }
+  void wake(int) override {}  // does nothing, as the calling thread moves all data itself
   void abort(const Error& reason) override { give_up(reason); }
   Error lost(int peer, bool lives, const std::string& title) const override;
 
   void open();
   Handle submit(Handle transit);
   void run();
-  void ring() const;
-  void read_meter();
+  bool settle(const std::vector<int>& peers);
   void move();
   bool pull(int peer);
   bool push(int peer);
   void take(int peer);
-  bool is_empty() const;
+  bool is_empty();
   void put(int peer, FrameType type, uint64_t bytes, const std::string& payload);
   void give_up(const Error& reason);
 };
 
 Error TcpMailboxState::lost(int peer, bool lives, const std::string& title) const {
-  return lost_error(ranked(peer, addresses[peer]), lives, title);
+  return lost_error(ranked(peer, links->address(peer)), lives, title);
 }
 
 void TcpMailboxState::open() {
@@ -127,24 +105,11 @@ Handle TcpMailboxState::submit(Handle transit) {
   if (pipes.empty()) open();
   post.start(transit);
   move();
-  ring();
+  links->ring_mail();
   return transit;
 }
 
-void TcpMailboxState::ring() const {
-  const uint64_t one = 1;
-  (void)!write(bell, &one, sizeof one);
-}
-
-void TcpMailboxState::read_meter() {
-  std::vector<std::vector<int>> read(sockets.size());
-  for (int peer = 0; peer < world_size(); ++peer) {
-    if (peer != own) read[peer] = {sockets[peer]};
-  }
-  meter.read(read);
-}
-
-// Sends and receives all data that can be transferred without blocking.
+// Moves all data that can be moved now.
 void TcpMailboxState::move() {
   for (int peer = 0; peer < world_size(); ++peer) {
     bool moved = true;
@@ -155,6 +120,7 @@ void TcpMailboxState::move() {
       moved |= peer != own && push(peer);
     }
     Pipe& pipe = *pipes[peer];
+    pipe.ended |= pipe.last && links->mail(peer).has_ended();
     if (pipe.ended && !post.has_lost(peer) && !post.has_failed()) post.lose(peer, pipe.closed);
   }
 }
@@ -168,19 +134,14 @@ bool TcpMailboxState::pull(int peer) {
                         : pipe.payload.data() + (pipe.got - sizeof(Frame));
   const size_t whole = sizeof(Frame) + (is_head ? 0 : pipe.frame.payload);
   if (!is_head && !pipe.in.has_room(whole)) return false;
-  const ssize_t count = whole == pipe.got ? 0 : recv(sockets[peer], to, whole - pipe.got, MSG_DONTWAIT);
-  if (count < 0 && (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK)) return false;
-  if (count <= 0 && whole != pipe.got) {
-    pipe.ended = true;
-    return true;
-  }
-  pipe.got += static_cast<size_t>(count);
-  if (pipe.got < whole) return true;
+  const size_t count = links->mail(peer).receive({{to, whole - pipe.got}});
+  pipe.got += count;
+  if (pipe.got < whole) return count > 0;
   if (is_head) {
     if (pipe.frame.payload > std::max({post.longest_message(), post.chunk(), kLongestReason})) {
-      pipe.ended = true;
       post.lose(peer, false);
       give_up(Error(Code::kComm, "rank " + std::to_string(peer) + " sent what is no message of DADT's"));
+      pipe.ended = true;
       return true;
     }
     pipe.payload.resize(pipe.frame.payload);
@@ -195,7 +156,7 @@ bool TcpMailboxState::pull(int peer) {
 void TcpMailboxState::take(int peer) {
   Pipe& pipe = *pipes[peer];
   if (pipe.frame.type == kGoodbye) {
-    pipe.closed = true;
+    pipe.closed = pipe.ended = true;
   } else if (pipe.frame.type == kGiveUp) {
     const std::string text(pipe.payload.begin(), pipe.payload.end());
     const Code code = pipe.frame.bytes < kCodes ? static_cast<Code>(pipe.frame.bytes) : Code::kComm;
@@ -207,33 +168,35 @@ void TcpMailboxState::take(int peer) {
   }
 }
 
-// Sends waiting bytes to a rank, as far as the kernel accepts them. Returns whether anything was sent.
+// Sends waiting bytes to a rank, as far as the kernel accepts them. Returns whether there is room for more
+// frames.
 bool TcpMailboxState::push(int peer) {
   Pipe& pipe = *pipes[peer];
-  uint8_t bytes[16 * 1024];
-  const size_t count = std::min(pipe.out.unread(), sizeof bytes);
+  Stream& stream = links->mail(peer);
+  const size_t count = std::min(pipe.out.unread(), pipe.ended ? kPipe : kMostPushed);
+  if (!pipe.ended && !stream.flush()) return false;
   if (count == 0) return false;
-  if (pipe.broken) return pipe.out.pop(count);
-  pipe.out.peek(bytes, 0, count);
-  const ssize_t sent = send(sockets[peer], bytes, count, MSG_NOSIGNAL | MSG_DONTWAIT);
-  if (sent < 0) {
-    // A rank to which nothing can be sent counts as gone only once everything that it has sent is read.
-    pipe.broken = errno != EINTR && errno != EAGAIN && errno != EWOULDBLOCK;
-    return pipe.broken;
+  if (!pipe.ended) {
+    pipe.out.visit(count, [&](const uint8_t* at, size_t some) { stream.append(at, some); });
+    stream.flush();
   }
-  pipe.out.pop(static_cast<size_t>(sent));
-  return sent > 0;
+  pipe.out.pop(count);
+  return true;
 }
 
-bool TcpMailboxState::is_empty() const {
-  return std::ranges::all_of(pipes, [](const auto& pipe) { return pipe->out.unread() == 0 || pipe->broken; });
+bool TcpMailboxState::is_empty() {
+  for (int peer = 0; peer < world_size() && !pipes.empty(); ++peer) {
+    const Pipe& pipe = *pipes[peer];
+    if (peer != own && !pipe.ended && (pipe.out.unread() > 0 || !links->mail(peer).flush())) return false;
+  }
+  return true;
 }
 
 // Appends a goodbye or an error frame for a rank, after all waiting frames, if there is room.
 void TcpMailboxState::put(int peer, FrameType type, uint64_t bytes, const std::string& payload) {
   Pipe& pipe = *pipes[peer];
   const Frame frame{type, static_cast<uint32_t>(payload.size()), 0, 0, bytes};
-  if (pipe.broken || !pipe.out.has_room(sizeof frame + payload.size())) return;
+  if (pipe.ended || !pipe.out.has_room(sizeof frame + payload.size())) return;
   pipe.out.put(&frame, sizeof frame);
   pipe.out.put(payload.data(), payload.size());
   pipe.out.publish();
@@ -255,35 +218,50 @@ void TcpMailboxState::give_up(const Error& reason) {
 
 void TcpMailboxState::run() {
   std::vector<pollfd> polled;
+  std::vector<int> broken;  // ranks whose connection has ended, and may be replaced
   while (true) {
-    polled.assign(1, {bell, POLLIN, 0});
+    polled.assign(1, {links->mail_bell(), POLLIN, 0});
+    broken.clear();
     int patience = -1;
     {
       const std::lock_guard lock(mutex);
       move();
       const bool is_over = close_at && (is_empty() || Clock::now() >= *close_at);
-      if (is_over || meter.is_due()) read_meter();
+      if (is_over || meter.is_due()) meter.read(links->mail_sockets());
       if (is_over) return;
       if (close_at) patience = 100;  // milliseconds between two checks of close_at
       for (int peer = 0; peer < world_size(); ++peer) {
-        if (peer == own) continue;
-        const Pipe& pipe = *pipes[peer];
-        const short in = pipe.ended ? short{0} : short{POLLIN};
-        const short out = !pipe.broken && pipe.out.unread() > 0 ? short{POLLOUT} : short{0};
-        if (in != 0 || out != 0) polled.push_back({sockets[peer], static_cast<short>(in | out), 0});
+        if (peer == own || pipes[peer]->ended) continue;
+        Stream& stream = links->mail(peer);
+        if (stream.has_ended()) broken.push_back(peer);
+        stream.add_to(polled, POLLIN | POLLOUT);
       }
     }
+    if (settle(broken)) continue;
     if (poll(polled.data(), polled.size(), patience) > 0 && polled[0].revents != 0) {
       uint64_t rung;
-      (void)!read(bell, &rung, sizeof rung);
+      (void)!read(polled[0].fd, &rung, sizeof rung);
     }
   }
 }
 
-TcpMailbox::TcpMailbox(int rank, std::vector<int> sockets) {
-  check_rank(rank, static_cast<int>(sockets.size()));
-  state_ = std::make_unique<TcpMailboxState>(rank, std::move(sockets));
+// Asks what becomes of ranks whose connection has ended. Returns whether one of these connections will not be
+// replaced, so that all that is left is what it has brought.
+bool TcpMailboxState::settle(const std::vector<int>& peers) {
+  bool is_settled = false;
+  for (int peer : peers) {
+    const auto ended_well = links->fate(peer);
+    if (!ended_well) continue;
+    const std::lock_guard lock(mutex);
+    links->mail(peer).detach();
+    pipes[peer]->last = is_settled = true;
+    pipes[peer]->closed |= *ended_well;
+  }
+  return is_settled;
 }
+
+TcpMailbox::TcpMailbox(std::shared_ptr<Links> links)
+    : state_(std::make_unique<TcpMailboxState>(std::move(links))) {}
 
 TcpMailbox::~TcpMailbox() {
   if (inert()) {
@@ -314,11 +292,11 @@ void TcpMailbox::abort(const Error& error) {
   if (inert()) return;
   const std::lock_guard lock(state_->mutex);
   if (!state_->close_at) state_->give_up(error);
-  state_->ring();
+  state_->links->ring_mail();
 }
 
 std::vector<LinkCounts> TcpMailbox::counts() const {
-  return inert() ? std::vector<LinkCounts>(state_->sockets.size()) : state_->meter.counts();
+  return inert() ? std::vector<LinkCounts>(state_->world_size()) : state_->meter.counts();
 }
 
 void TcpMailbox::close() {
@@ -332,15 +310,15 @@ void TcpMailbox::close() {
     for (int peer = 0; peer < static_cast<int>(state.pipes.size()); ++peer) {
       if (peer != state.own) state.put(peer, kGoodbye, 0, {});
     }
-    state.ring();
+    state.links->ring_mail();
     ended = std::move(state.thread);
   }
   if (ended.joinable()) ended.join();
-  const std::lock_guard lock(state.mutex);
-  state.post.fail(Error(Code::kAborted, "the mailbox was closed before the message had arrived"));
-  for (int socket : state.sockets) {
-    if (socket >= 0) shutdown(socket, SHUT_WR);
+  {
+    const std::lock_guard lock(state.mutex);
+    state.post.fail(Error(Code::kAborted, "the mailbox was closed before the message had arrived"));
   }
+  state.links->end_mail();
 }
 
 }  // namespace dadt

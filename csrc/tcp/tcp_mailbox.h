@@ -4,23 +4,20 @@
 #include <vector>
 
 #include "mail/transit.h"
-#include "tcp/link_meter.h"
+#include "tcp/links.h"
 
 namespace dadt {
 
 struct TcpMailboxState;
 
-// Point-to-point messages between ranks over TCP, beside operations of all ranks. It has the same semantics
-// as Mailbox, which uses shared memory. A thread, started at the first use, moves data that cannot be sent at
-// once.
+// Messages between two ranks over TCP, in addition to operations of all ranks. The promises are those of
+// Mailbox, which uses shared memory. A thread, started at the first use, moves data that cannot be sent at
+// once. Connections that break are replaced as Links says, and messages continue where they were.
 //
 // In a forked child the mailbox is inert: send and receive throw, and all other methods do nothing.
 class TcpMailbox {
  public:
-  // sockets: descriptors of connected sockets by rank; negative for this rank itself. Both ends are
-  // authenticated, and no message has been read from the sockets yet. This object takes ownership of the
-  // sockets.
-  TcpMailbox(int rank, std::vector<int> sockets);
+  explicit TcpMailbox(std::shared_ptr<Links> links);
   ~TcpMailbox();
   TcpMailbox(const TcpMailbox&) = delete;
   TcpMailbox& operator=(const TcpMailbox&) = delete;

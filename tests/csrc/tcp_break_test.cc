@@ -6,9 +6,7 @@
 #include <numeric>
 #include <random>
 
-#include "ranks.h"
-#include "tcp/tcp.h"
-#include "tcp_pairs.h"
+#include "lasting_ranks.h"
 
 namespace dadt {
 namespace {
@@ -76,68 +74,6 @@ TEST_P(StreamBreak, EveryByteComesOnce) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, StreamBreak, testing::Values(1, 3));
-
-// Ranks whose connections are replaced when they break, and can be made to break.
-class LastingRanks {
- public:
-  LastingRanks(int world_size, int streams) : data_(meshes(world_size, streams)), notices_(mesh(world_size)) {
-    for (int rank = 0; rank < world_size; ++rank) {
-      ranks_.push_back(std::make_shared<TcpExecutor>(rank, data_[rank], notices_[rank], 2));
-    }
-    for (int rank = 0; rank < world_size; ++rank) {
-      threads_.emplace_back([this, rank] {
-        while (const auto other = ranks_[rank]->links().await_break()) replace(rank, *other);
-      });
-    }
-  }
-  ~LastingRanks() {
-    is_over_ = true;
-    for (const auto& rank : ranks_) rank->close();
-    for (std::thread& thread : threads_) thread.join();
-  }
-
-  TcpExecutor& operator[](int rank) { return *ranks_[rank]; }
-
-  void cut(int rank, int other, unsigned how) {
-    const auto& sockets = data_[rank][other];
-    shutdown(how % 5 == 0 ? notices_[rank][other] : sockets[how / 5 % sockets.size()], SHUT_RDWR);
-  }
-
-  int replaced() const { return replaced_; }
-
- private:
-  void replace(int rank, int other) {
-    const std::lock_guard lock(mutexes_[std::min(rank, other)][std::max(rank, other)]);
-    if (!ranks_[rank]->links().is_detached(other)) return;
-    const auto theirs = ranks_[other]->links().detach(rank);
-    const auto mine = ranks_[rank]->links().detach(other);
-    if (!mine || !theirs) return;
-    std::vector<int> here, there;
-    for (size_t i = 0; i <= data_[rank][other].size(); ++i) {
-      const auto [one, another] = pair();
-      here.push_back(one);
-      there.push_back(another);
-    }
-    const auto attach = [this](Links& links, int peer, const std::vector<int>& sockets, uint64_t received) {
-      const bool is_attached =
-          links.attach(peer, {sockets.begin(), sockets.end() - 1}, sockets.back(), received);
-      EXPECT_TRUE(is_attached || is_over_);
-      for (int socket : sockets) close(socket);
-    };
-    std::thread beside([&] { attach(ranks_[other]->links(), rank, there, *mine); });
-    attach(ranks_[rank]->links(), other, here, *theirs);
-    beside.join();
-    ++replaced_;
-  }
-
-  const std::vector<std::vector<std::vector<int>>> data_;
-  const std::vector<std::vector<int>> notices_;
-  std::vector<std::shared_ptr<TcpExecutor>> ranks_;
-  std::vector<std::thread> threads_;
-  std::mutex mutexes_[4][4];
-  std::atomic<int> replaced_{0};
-  std::atomic<bool> is_over_{false};  // ranks that have closed replace nothing
-};
 
 using Floats = std::vector<std::vector<float>>;
 
@@ -211,21 +147,7 @@ TEST_P(TcpBreak, OperationsGoOnWhereTheyWere) {
   }
   constexpr int kEnough = 8;
   LastingRanks ranks(world_size, streams);
-  std::atomic<bool> is_over{false};
-  std::thread cutter([&] {
-    std::mt19937 random(7);
-    const auto below = [&](int limit) { return static_cast<int>(random() % static_cast<unsigned>(limit)); };
-    for (int i = 0; !is_over && ranks.replaced() < kEnough; ++i) {
-      const int rank = below(world_size);
-      const int other = (rank + 1 + below(world_size - 1)) % world_size;
-      const int replaced = ranks.replaced();
-      ranks.cut(rank, other, random());
-      const auto until = Clock::now() + std::chrono::microseconds(below(20'000));
-      while (!is_over && (Clock::now() < until || (i % 3 == 0 && ranks.replaced() == replaced))) {
-        std::this_thread::yield();
-      }
-    }
-  });
+  Cutter cutter(ranks, kEnough);
   try {
     spawn(world_size, [&](int rank) {
       try {
@@ -243,8 +165,6 @@ TEST_P(TcpBreak, OperationsGoOnWhereTheyWere) {
   } catch (const Error& error) {
     ADD_FAILURE() << error.what();
   }
-  is_over = true;
-  cutter.join();
 }
 
 INSTANTIATE_TEST_SUITE_P(All, TcpBreak, testing::Values(Case{2, 1}, Case{2, 4}, Case{4, 1}, Case{3, 3}),
@@ -254,15 +174,14 @@ INSTANTIATE_TEST_SUITE_P(All, TcpBreak, testing::Values(Case{2, 1}, Case{2, 4}, 
                          });
 
 TEST(TcpBreak, ARankThatCannotBeReachedIsNamed) {
-  const auto data = meshes(2, 1);
-  const auto notices = mesh(2);
-  TcpExecutor one(0, data[0], notices[0], 30), other(1, data[1], notices[1], 30);
+  const auto sockets = meshes(2, 1);
+  TcpExecutor one(0, sockets[0], 30), other(1, sockets[1], 30);
   std::thread giving([&] {
-    const auto rank = one.links().await_break();
+    const auto rank = one.links()->await_break();
     ASSERT_TRUE(rank);
-    one.links().give_up(*rank);
+    one.links()->give_up(*rank);
   });
-  shutdown(data[1][0][0], SHUT_RDWR);
+  shutdown(sockets[1][0][Links::kData], SHUT_RDWR);
   Floats tensors{{1, 2}};
   const Error error = caught([&] { one.run(allreduce(DType::kFloat32, tensors, tensors), 30); });
   EXPECT_EQ(error.code(), Code::kPeerLost);
@@ -271,10 +190,9 @@ TEST(TcpBreak, ARankThatCannotBeReachedIsNamed) {
 }
 
 TEST(TcpBreak, ARankThatEndsIsNotReplaced) {
-  const auto data = meshes(2, 2);
-  const auto notices = mesh(2);
-  TcpExecutor one(0, data[0], notices[0], 30), other(1, data[1], notices[1], 30);
-  std::thread waiting([&] { EXPECT_FALSE(one.links().await_break()); });
+  const auto sockets = meshes(2, 2);
+  TcpExecutor one(0, sockets[0], 30), other(1, sockets[1], 30);
+  std::thread waiting([&] { EXPECT_FALSE(one.links()->await_break()); });
   other.close();
   Floats tensors{{1, 2}};
   const Error error = caught([&] { one.run(allreduce(DType::kFloat32, tensors, tensors), 30); });

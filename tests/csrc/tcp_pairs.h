@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "tcp/links.h"
+
 namespace dadt {
 
 // Two sockets that are connected over TCP.
@@ -40,10 +42,10 @@ inline std::vector<std::vector<int>> mesh(int world_size) {
   return sockets;
 }
 
-// So many connections between each two, as by rank and rank.
+// For each rank the sockets of its Links, with so many for data.
 inline std::vector<std::vector<std::vector<int>>> meshes(int world_size, int streams) {
   std::vector<std::vector<std::vector<int>>> all(world_size, std::vector<std::vector<int>>(world_size));
-  for (int i = 0; i < streams; ++i) {
+  for (size_t i = 0; i < Links::kData + static_cast<size_t>(streams); ++i) {
     const auto sockets = mesh(world_size);
     for (int rank = 0; rank < world_size; ++rank) {
       for (int other = 0; other < world_size; ++other) {

@@ -1,5 +1,4 @@
-// DADT's own executor and messages over TCP, and what it makes of peers that die, are silent, or say what no
-// rank says.
+// DADT's own executor over TCP, and what it makes of peers that die, are silent, or say what no rank says.
 #include "tcp/tcp.h"
 
 #include <sys/socket.h>
@@ -10,18 +9,16 @@
 #include <random>
 
 #include "ranks.h"
-#include "tcp/tcp_mailbox.h"
 #include "tcp_pairs.h"
 
 namespace dadt {
 namespace {
 
 std::vector<std::shared_ptr<TcpExecutor>> over_tcp(int world_size, int streams = 1) {
-  const auto data = meshes(world_size, streams);
-  const auto notices = mesh(world_size);
+  const auto sockets = meshes(world_size, streams);
   std::vector<std::shared_ptr<TcpExecutor>> executors;
   for (int rank = 0; rank < world_size; ++rank) {
-    executors.push_back(std::make_shared<TcpExecutor>(rank, data[rank], notices[rank]));
+    executors.push_back(std::make_shared<TcpExecutor>(rank, sockets[rank]));
   }
   return executors;
 }
@@ -166,11 +163,10 @@ TEST(TcpParts, TheBitsAreTheSameWhateverTheParts) {
   for (const std::vector<uint64_t>& rates : {std::vector<uint64_t>{0, 0, 0},
                                              {9'000'000, 1'000'000, 9'000'000},
                                              {9'000'000, 8'000'000, 5'000'000}}) {
-    const auto data = meshes(3, 1);
-    const auto notices = mesh(3);
+    const auto sockets = meshes(3, 1);
     const auto shm = connected(3, ShmExecutor::kSlotBytes);
     spawn(3, [&](int rank) {
-      Links links(rank, data[rank], notices[rank]);
+      Links links(rank, sockets[rank]);
       CollectiveMemory memory;
       for (uint32_t number = 0; number < 2; ++number) {
         Parts parts(3);
@@ -295,11 +291,9 @@ TEST(Tcp, RanksThatDoNotAgreeSayTheSame) {
 
 TEST(Tcp, APeerThatIsGoneIsNamed) {
   for (int streams : {1, 3}) {
-    const auto data = meshes(2, streams);
-    const auto notices = mesh(2);
-    TcpExecutor mine(0, data[0], notices[0]);
-    for (int socket : data[1][0]) close(socket);
-    close(notices[1][0]);
+    const auto sockets = meshes(2, streams);
+    TcpExecutor mine(0, sockets[0]);
+    for (int socket : sockets[1][0]) close(socket);
     const Error error = caught([&] { mine.run(allgather("x", "end"), 30); });
     EXPECT_EQ(error.code(), Code::kPeerLost);
     EXPECT_STREQ(error.what(), "rank 1 (127.0.0.1) is gone; waited for it in allgather \"end\"");
@@ -353,9 +347,9 @@ class TcpRubbish : public testing::TestWithParam<int> {};
 TEST_P(TcpRubbish, IsToldAndTakesNoMemory) {
   std::mt19937 random(static_cast<unsigned>(GetParam()));
   const int streams = 1 + GetParam() % 2;
-  const auto data = meshes(2, streams);
-  const auto notices = mesh(2);
-  TcpExecutor mine(0, data[0], notices[0]);
+  const auto all = meshes(2, streams);
+  const auto& sockets = all[1][0];
+  TcpExecutor mine(0, all[0]);
   Floats tensors = {std::vector<float>(1000)};
   const bool exchanges = random() % 2 == 0;
   Operation operation = allreduce(DType::kFloat32, tensors, tensors);
@@ -372,103 +366,17 @@ TEST_P(TcpRubbish, IsToldAndTakesNoMemory) {
     bytes[random() % 64] = static_cast<char>(random());
   }
   bytes.append(random() % 64, static_cast<char>(random()));
-  const auto& sockets = data[1][0];
-  ASSERT_EQ(send(sockets[0], bytes.data(), bytes.size(), MSG_NOSIGNAL), static_cast<ssize_t>(bytes.size()));
+  ASSERT_EQ(send(sockets[Links::kData], bytes.data(), bytes.size(), MSG_NOSIGNAL),
+            static_cast<ssize_t>(bytes.size()));
   if (random() % 4 == 0) {
-    ASSERT_GT(send(notices[1][0], bytes.data(), 12, MSG_NOSIGNAL), 0);
+    ASSERT_GT(send(sockets[Links::kNotices], bytes.data(), 12, MSG_NOSIGNAL), 0);
   }
   for (int socket : sockets) close(socket);
-  close(notices[1][0]);
   const Error error = caught([&] { mine.run(operation, 30); });
   EXPECT_NE(error.code(), Code::kInternal) << error.what();
   EXPECT_NE(error.code(), Code::kTimeout) << error.what();  // it has gone
 }
 INSTANTIATE_TEST_SUITE_P(Seeds, TcpRubbish, testing::Range(0, 300));
-
-// Messages
-// ----------------------------------------------------------------------------------------------------
-
-std::vector<std::unique_ptr<TcpMailbox>> mailboxes(int world_size) {
-  const auto sockets = mesh(world_size);
-  std::vector<std::unique_ptr<TcpMailbox>> boxes;
-  for (int rank = 0; rank < world_size; ++rank)
-    boxes.push_back(std::make_unique<TcpMailbox>(rank, sockets[rank]));
-  return boxes;
-}
-
-void expect_good(const std::shared_ptr<Transit>& transit) {
-  ASSERT_TRUE(transit->wait(deadline_after(60))) << transit->title() << " is not done";
-  EXPECT_FALSE(transit->error()) << transit->error()->what();
-}
-
-TEST(TcpMail, EveryRankToEveryRank) {
-  const auto boxes = mailboxes(3);
-  spawn(3, [&](int rank) {
-    std::vector<std::vector<uint8_t>> memory;
-    std::vector<std::shared_ptr<Transit>> transits;
-    memory.reserve(200);
-    for (int64_t tag = 0; tag < 12; ++tag) {
-      const size_t bytes = static_cast<size_t>(tag) * static_cast<size_t>(tag) * 3'001;
-      for (int peer = 0; peer < 3; ++peer) {
-        memory.emplace_back(bytes, static_cast<uint8_t>(rank + tag));
-        transits.push_back(boxes[rank]->send(memory.back().data(), bytes, peer, tag));
-      }
-    }
-    for (int64_t tag = 11; tag >= 0; --tag) {
-      const size_t bytes = static_cast<size_t>(tag) * static_cast<size_t>(tag) * 3'001;
-      for (int peer = 0; peer < 3; ++peer) {
-        std::vector<uint8_t> got(bytes);
-        expect_good(boxes[rank]->receive(got.data(), bytes, peer, tag));
-        EXPECT_EQ(got, std::vector<uint8_t>(bytes, static_cast<uint8_t>(peer + tag)));
-      }
-    }
-    for (const auto& transit : transits) expect_good(transit);
-  });
-}
-
-TEST(TcpMail, WhatWasSentArrivesThoughItsSenderHasClosed) {
-  const auto boxes = mailboxes(2);
-  const std::vector<uint8_t> sent(30'000, 7);
-  for (int64_t tag = 0; tag < 5; ++tag) expect_good(boxes[0]->send(sent.data(), sent.size(), 1, tag));
-  boxes[0]->close();
-  for (int64_t tag = 0; tag < 5; ++tag) {
-    std::vector<uint8_t> got(sent.size());
-    expect_good(boxes[1]->receive(got.data(), got.size(), 0, tag));
-    EXPECT_EQ(got, sent);
-  }
-  uint8_t byte = 0;
-  const auto late = boxes[1]->receive(&byte, 1, 0, 9);
-  ASSERT_TRUE(late->wait(deadline_after(60)));
-  EXPECT_STREQ(late->error()->what(), "rank 0 (127.0.0.1) has ended; waited for it in a receive with tag 9");
-}
-
-TEST(TcpMail, AnAbortFailsAllHereAndThere) {
-  const auto boxes = mailboxes(2);
-  uint8_t bytes[2];
-  const auto here = boxes[0]->receive(bytes, 1, 1, 0);
-  const auto there = boxes[1]->receive(bytes + 1, 1, 0, 0);
-  boxes[0]->abort(Error(Code::kAborted, "stop"));
-  ASSERT_TRUE(here->wait(deadline_after(60)) && there->wait(deadline_after(60)));
-  EXPECT_STREQ(here->error()->what(), "stop");
-  EXPECT_STREQ(there->error()->what(), "rank 0 gave up: stop");
-}
-
-class TcpMailRubbish : public testing::TestWithParam<int> {};
-
-TEST_P(TcpMailRubbish, FailsWhatWaits) {
-  std::mt19937 random(static_cast<unsigned>(GetParam()));
-  const auto sockets = mesh(2);
-  TcpMailbox mine(0, sockets[0]);
-  std::vector<uint8_t> memory(4000);
-  const auto receive = mine.receive(memory.data(), memory.size(), 1, 3);
-  std::string bytes(48 + random() % 200, '\0');
-  for (char& byte : bytes) byte = static_cast<char>(random() % 3 == 0 ? random() : 0);
-  ASSERT_GT(send(sockets[1][0], bytes.data(), bytes.size(), MSG_NOSIGNAL), 0);
-  close(sockets[1][0]);
-  ASSERT_TRUE(receive->wait(deadline_after(60)));
-  EXPECT_TRUE(receive->error());
-}
-INSTANTIATE_TEST_SUITE_P(Seeds, TcpMailRubbish, testing::Range(0, 300));
 
 }  // namespace
 }  // namespace dadt

@@ -21,8 +21,8 @@ MENDED = "mended"
 BROKEN = "broken"
 """Value of `use` in the greeting by which a rank asks another one to dial it again."""
 USES = (MENDED, BROKEN)
-_NOTICES = 0
-"""Number of the connection that carries notices between two ranks; their data connections have the numbers from 1."""
+_DATA = 2
+"""Number of the first connection for data; before it come those for notices and for messages."""
 _PAUSE = 0.1
 """Seconds between two attempts to connect, because no event reports when the other rank can be reached again."""
 
@@ -42,11 +42,15 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
+def _are_counts(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
+
+
 @dataclass(slots=True)
 class _Coming:
     """The connections that have arrived so far in another rank's attempt to replace the broken ones."""
 
-    received: int
+    received: list[int]
     deadline: float
     greeted: set[int] = field(default_factory=set)
     sockets: dict[int, socket.socket] = field(default_factory=dict)
@@ -55,7 +59,7 @@ class _Coming:
 class Mender:
     """Replaces an executor's broken connections until the executor is closed or aborted. All connections between two
     ranks are replaced together; the rank with the higher index in the group dials, as at the start. Each side reports
-    how many bytes it has received, so that the other one continues from there."""
+    how many bytes of data and of messages it has received, so that the other one continues from there."""
 
     def __init__(
         self, own: int, name: str, ranks: Sequence[int], reaches: Sequence[Reach], listener: Listener, seconds: float
@@ -78,8 +82,8 @@ class Mender:
         self._ended = threading.Event()
 
     def start(self, executor: _core.TcpExecutor, counts: Sequence[int], silence: float, rate: float) -> None:
-        """counts: number of data connections with each rank. silence: seconds after which a silent connection counts as
-        broken. rate: bytes per second to which each connection is limited; 0: no limit."""
+        """counts: number of connections with each rank. silence: seconds for `connection.guard`. rate: limit for
+        `pacing.pace`; 0: no limit."""
         self._executor, self._counts, self._silence, self._rate = executor, counts, silence, rate
         threading.Thread(target=self._run, args=(executor,), name="dadt-tcp-mend", daemon=True).start()
 
@@ -129,13 +133,13 @@ class Mender:
         if received is None:
             return False
         self._attempts[place] += 1
-        hello = self._hello(MENDED, place) | {"received": received}
+        hello = self._hello(MENDED, place) | {"received": list(received)}
         with ExitStack() as opened:
             sockets = []
-            for number in range(1 + self._counts[place]):
+            for number in range(self._counts[place]):
                 found, answer = self._reach(place, {**hello, "number": number})
                 sockets.append(opened.enter_context(found.socket))
-            if not _is_count(answer.get("received")):
+            if not _are_counts(answer.get("received")):
                 raise Refused("this is no answer of this version")
             return self._attach(executor, place, sockets, answer["received"])
 
@@ -156,14 +160,15 @@ class Mender:
         found, answer, _ = connection.attempt(self._reaches[place], hello, deadline, f"rank {self._ranks[place]}")
         return found, answer
 
-    def _attach(self, executor: _core.TcpExecutor, place: int, sockets: Sequence[socket.socket], received: int) -> bool:
+    def _attach(
+        self, executor: _core.TcpExecutor, place: int, sockets: Sequence[socket.socket], received: list[int]
+    ) -> bool:
         for number, each in enumerate(sockets):
             connection.guard(each, self._silence)
-            set_urgent(each, number == _NOTICES)
+            set_urgent(each, number < _DATA)
             if self._rate:
                 pacing.pace(each, self._rate)
-        notices, *data = [each.fileno() for each in sockets]
-        attached = executor.attach(place, data, notices, received)
+        attached = executor.attach(place, [each.fileno() for each in sockets], received)
         if not attached and executor.is_detached(place):  # this rank no longer has the bytes that the other rank lacks
             executor.give_up(place)
         return attached
@@ -171,8 +176,9 @@ class Mender:
     # Where another rank dials this one -------------------------------------------------------------------------
 
     def greet(self, hello: Words) -> Words:
-        place, attempt, number, received = (hello.get(word, 0) for word in ("place", "attempt", "number", "received"))
-        sound = all(map(_is_count, (place, attempt, number, received)))
+        place, attempt, number = (hello.get(word, 0) for word in ("place", "attempt", "number"))
+        received = hello.get("received", [0, 0])
+        sound = all(map(_is_count, (place, attempt, number))) and _are_counts(received)
         executor = self._executor
         if executor is None or hello.get("group") != self._name or not sound or place >= len(self._ranks):
             return {"refused": "there is no such connection"}
@@ -184,7 +190,7 @@ class Mender:
             if asks:
                 self._begin(executor, place)
             return {}
-        if place <= self._own or number > self._counts[place]:
+        if place <= self._own or number >= self._counts[place]:
             return {"refused": "there is no such connection"}
         with self._lock:
             if attempt < self._attempts[place] or attempt == 0:
@@ -200,7 +206,7 @@ class Mender:
             if coming is None or number in coming.greeted or received != coming.received:
                 return {"refused": "there is such a connection"}
             coming.greeted.add(number)
-        return {"received": mine}
+        return {"received": list(mine)}
 
     def take(self, hello: Words, found: SealedConnection) -> None:
         place, executor = hello["place"], self._executor
@@ -210,7 +216,7 @@ class Mender:
                 found.socket.close()
                 return
             coming.sockets[hello["number"]] = found.socket
-            if len(coming.sockets) <= self._counts[place]:
+            if len(coming.sockets) < self._counts[place]:
                 return
             del self._coming[place]
         with ExitStack() as opened:

@@ -27,8 +27,6 @@ KEY_BYTES = 32
 DATA = "data"
 """Value of `use` for connections that carry data. Two ranks may have several of them."""
 NOTICES = "notices"
-MENDED_USES = (DATA, NOTICES)
-"""Values of `use` whose connections are replaced when they break."""
 MOST_SILENCE = 30.0
 _PROBE = "probe"
 
@@ -51,7 +49,7 @@ class Connected:
 
 
 def silence_of(config: Config) -> float:
-    """Return the seconds after which a silent connection that can be replaced counts as broken."""
+    """Return the seconds after which a silent connection counts as broken, and is replaced."""
     return min(config.timeout / 2, MOST_SILENCE)
 
 
@@ -220,8 +218,7 @@ class _Entry:
             self._put(hello["use"], hello["place"], hello["number"], hello["count"], connection.socket)
 
     def _put(self, use: str, place: int, number: int, count: int, connection: socket.socket) -> None:
-        if use in MENDED_USES:
-            guard(connection, self._mended_silence)
+        guard(connection, self._mended_silence)
         set_urgent(connection, use != DATA)
         with self._news:
             self._found.setdefault((use, place), {})[number] = connection

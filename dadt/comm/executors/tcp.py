@@ -21,8 +21,8 @@ from dadt.errors import CommError
 from dadt.world import World
 
 USES = (sockets.NOTICES, "mail", sockets.DATA)
-"""Uses of the connections, in the order in which they are made. Data connections come last, because the earlier ones
-show how many of them the link needs."""
+"""Uses of the connections, in the order in which they are made and the core expects them. Data comes last, as the
+earlier connections show how many of them the link needs."""
 CLOSE_SECONDS = 5.0
 
 
@@ -35,15 +35,13 @@ def _connect(meet: Meet, world: World, ranks: Sequence[int], config: Config) -> 
     connecting = partial(sockets.connect, USES, "tcp", meet, world, ranks, config)
     connected = attend(meet, "connecting by TCP", connecting, sockets.Connected.close)
     stands = _stands(connected.sockets[sockets.NOTICES], ranks)
-    found = {use: [[each.detach() for each in those] for those in all] for use, all in connected.sockets.items()}
-    single = {use: [those[0] if those else -1 for those in found[use]] for use in (sockets.NOTICES, "mail")}
-    data = found[sockets.DATA]
+    found = [[each.detach() for use in USES for each in connected.sockets[use][place]] for place in range(size)]
     silence = sockets.silence_of(config)
-    executor = _core.TcpExecutor(own, data, single[sockets.NOTICES], silence)
+    executor = _core.TcpExecutor(own, found, silence)
     if connected.mender is not None:
         rate = pace_of(config.link) / (size - 1)
-        connected.mender.start(executor, [len(those) for those in data], silence, rate)
-    mailbox = _core.TcpMailbox(own, single["mail"])
+        connected.mender.start(executor, [len(those) for those in found], silence, rate)
+    mailbox = _core.TcpMailbox(executor)
     mail, links = CoreMessages(mailbox), by_host([executor, mailbox], stands)
     return Connection(_core.Engine(executor, own, size, config.timeout), mail, mail.close, links=links)
 
