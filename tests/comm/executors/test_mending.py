@@ -16,7 +16,8 @@ from harness.patience import PATIENCE, await_that
 
 from dadt import _core
 from dadt.comm.executors import mending, sockets
-from dadt.comm.executors.tcp import _layout
+from dadt.comm.executors.point_to_point import CoreMessages
+from dadt.comm.executors.tcp import USES, _layout
 from dadt.config import Config
 from dadt.control.connection import Reach, Refused, Unreached, dial
 from dadt.errors import PeerLost
@@ -56,14 +57,15 @@ class Board:
 class Rank:
     def __init__(self, board: Board, place: int, streams: int = 1) -> None:
         world, config = World(rank=place, world_size=RANKS), Config(timeout=PATIENCE, streams=streams)
-        found = sockets.connect(("notices", sockets.DATA), "tcp", board, world, range(RANKS), config)
+        found = sockets.connect(USES, "tcp", board, world, range(RANKS), config)
         assert found.mender is not None
         self.mender = found.mender
-        self.data = [[each.detach() for each in those] for those in found.sockets[sockets.DATA]]
-        self.notices = [those[0].detach() if those else -1 for those in found.sockets["notices"]]
-        self.executor = _core.TcpExecutor(place, self.data, self.notices, PATIENCE / 2)
-        self.mender.start(self.executor, [len(those) for those in self.data], PATIENCE / 2, 0.0)
+        self.sockets = [[each.detach() for use in USES for each in found.sockets[use][other]] for other in range(RANKS)]
+        """By rank: for notices, for messages, and those for data."""
+        self.executor = _core.TcpExecutor(place, self.sockets, PATIENCE / 2)
+        self.mender.start(self.executor, [len(those) for those in self.sockets], PATIENCE / 2, 0.0)
         self.engine = _core.Engine(self.executor, place, RANKS, PATIENCE)
+        self.mail = CoreMessages(_core.TcpMailbox(self.executor))
         self.place = place
 
     def cut(self, *descriptors: int) -> None:
@@ -92,6 +94,8 @@ def sums(ranks: Sequence[Rank], count: int) -> None:
 def close(ranks: Sequence[Rank]) -> None:
     for rank in ranks:
         rank.engine.close(PATIENCE)
+    with ThreadPoolExecutor(RANKS) as pool:
+        list(pool.map(lambda rank: rank.mail.close(), ranks))
     names = ("dadt-tcp-mend", "dadt-listen")
     await_that(lambda: not [each for each in threading.enumerate() if each.name in names], "the menders' end")
 
@@ -103,7 +107,7 @@ def test_operations_go_on_over_connections_that_are_replaced(streams: int) -> No
     def work(rank: Rank) -> None:
         for step in range(30):
             other = (rank.place + 1 + step % (RANKS - 1)) % RANKS
-            rank.cut(rank.notices[other] if step % 5 == 0 else rank.data[other][step % streams])
+            rank.cut(rank.sockets[other][step % (2 + streams)])
             flat = torch.arange(10 if step % 2 else 300_000, dtype=torch.float64) * (rank.place + step)
             assert torch.equal(rank.sum(flat), torch.arange(len(flat), dtype=torch.float64) * (3 + 3 * step))
 
@@ -112,9 +116,28 @@ def test_operations_go_on_over_connections_that_are_replaced(streams: int) -> No
     close(ranks)
 
 
+def test_messages_go_on_over_connections_that_are_replaced() -> None:
+    ranks = joined(Board())
+
+    def work(rank: Rank) -> None:
+        other, before = (rank.place + 1) % RANKS, (rank.place - 1) % RANKS
+        for step in range(20):
+            sent = torch.arange(50 if step % 3 else 2_000_000) + rank.place + step
+            got = torch.empty_like(sent)
+            send, receive = rank.mail.send(sent, other), rank.mail.receive(got, before)
+            rank.cut(rank.sockets[other if step % 2 else before][step % 3])
+            send.wait(PATIENCE)
+            receive.wait(PATIENCE)
+            assert torch.equal(got, sent - rank.place + before)
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        list(pool.map(work, ranks))
+    close(ranks)
+
+
 def test_all_connections_of_a_rank_may_break_at_once() -> None:
     ranks = joined(Board(), 2)
-    ranks[1].cut(*ranks[1].notices[::2], *ranks[1].data[0], *ranks[1].data[2])
+    ranks[1].cut(*ranks[1].sockets[0], *ranks[1].sockets[2])
     sums(ranks, 100_000)
     close(ranks)
 
@@ -123,8 +146,10 @@ def test_a_rank_that_cannot_be_reached_any_more_is_named_at_once() -> None:
     ranks = joined(Board())
     ranks[2].mender.close()  # nobody listens there any more
     begun = monotonic()
-    ranks[2].cut(*ranks[2].notices[:2], *ranks[2].data[0], *ranks[2].data[1])
+    ranks[2].cut(*ranks[2].sockets[0], *ranks[2].sockets[1])
     for rank in ranks[:2]:
+        with pytest.raises(PeerLost, match=r"rank 2 .*is gone; waited for it in a receive"):
+            rank.mail.receive(torch.ones(5), 2).wait(PATIENCE)
         with pytest.raises(PeerLost, match=r"rank 2 .*is gone"):
             rank.sum(torch.ones(5))
     assert monotonic() - begun < PATIENCE / 2  # when else the connection would count as silent
@@ -135,14 +160,15 @@ def test_a_rank_that_cannot_be_reached_any_more_is_named_at_once() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{}, {"place": 0}, {"place": 3}, {"group": "other"}, {"received": -1}, {"received": 7}, {"attempt": "1"},
-     {"attempt": 0}, {"number": 2}, {"use": mending.BROKEN, "place": 9}],
+    [{}, {"place": 0}, {"place": 3}, {"group": "other"}, {"received": 0}, {"received": [0]}, {"received": [0, -1]},
+     {"received": [7, 0]}, {"received": [0, 7]}, {"attempt": "1"}, {"attempt": 0}, {"number": 3},
+     {"use": mending.BROKEN, "place": 9}],
 )  # fmt: skip
 def test_who_may_not_replace_a_connection_changes_nothing(wrong: dict[str, object]) -> None:
     board = Board()
     ranks = joined(board)
     reach = Reach.from_text(board.get(["tcp endpoint 0"])[0].decode())
-    hello = {"use": mending.MENDED, "place": 1, "group": "tcp", "number": 0, "received": 0, "attempt": 1}
+    hello = {"use": mending.MENDED, "place": 1, "group": "tcp", "number": 0, "received": [0, 0], "attempt": 1}
     stranger = Reach(addresses=reach.addresses, port=reach.port, key=b"t" * 32, silence=PATIENCE)
     with pytest.raises(Unreached, match="another key"):
         dial(lambda: stranger, hello, 0.0)
