@@ -107,7 +107,7 @@ void Links::close() {
   if (inert()) return;
   const std::lock_guard lock(mutex_);
   if (!told_) send_notices(kBye, {});
-  told_ = true;
+  told_ = is_closed_ = true;
   meter_.read(data_);
   for (int peer = 0; peer < world_size(); ++peer) {
     if (peer == rank_) continue;
@@ -251,19 +251,14 @@ bool Links::flush(int rank, const std::string& title) {
 }
 
 // Returns whether connections with a rank that break will not be replaced.
-bool Links::is_over(int rank) const {
-  return given_up_[rank] || heard_[rank].closed || heard_[rank].reason;
-}
+bool Links::is_over(int rank) const { return given_up_[rank] || heard_[rank].closed || heard_[rank].reason; }
 
 // Returns whether the connections with a rank have ended and will not be replaced.
-bool Links::is_gone(int rank) const {
-  return streams_[rank].has_ended() && (silence_ == 0 || is_over(rank));
-}
+bool Links::is_gone(int rank) const { return streams_[rank].has_ended() && (silence_ == 0 || is_over(rank)); }
 
 std::optional<bool> Links::fate(int rank) {
-  const bool has_ended = has_told();
-  const std::lock_guard lock(streams_mutex_);
-  if (silence_ > 0 && !is_over(rank) && !has_ended) return std::nullopt;
+  const std::scoped_lock lock(streams_mutex_, mutex_);
+  if (silence_ > 0 && !is_over(rank) && !is_closed_) return std::nullopt;
   return heard_[rank].closed;
 }
 

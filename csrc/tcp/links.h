@@ -119,7 +119,8 @@ class Links {
   int mail_bell() const { return mail_bell_; }
   void ring_mail() const { ring(mail_bell_); }
   // Tells what becomes of a rank whose stream of messages has ended. Returns none if its connections may be
-  // replaced, and otherwise whether the rank has ended normally. Call it without holding the mutex.
+  // replaced, or this rank was aborted, and otherwise whether the rank has ended normally. Call it without
+  // holding the mutex.
   std::optional<bool> fate(int rank);
   // Records that nothing more is sent to any rank.
   void end_mail();
@@ -165,6 +166,7 @@ class Links {
   std::mutex mutex_;
   std::optional<Error> error_;  // error with which `abort` was called on this rank
   bool told_ = false;           // whether the peers were informed of this rank's end
+  bool is_closed_ = false;
 
   // This mutex guards the following fields.
   std::mutex streams_mutex_;

@@ -1,8 +1,7 @@
 // Messages over TCP, also while connections break and are replaced, and what comes of ranks that end, are
 // gone, or say what no rank says.
-#include "tcp/tcp_mailbox.h"
-
 #include "lasting_ranks.h"
+#include "tcp/tcp_mailbox.h"
 
 namespace dadt {
 namespace {
@@ -194,11 +193,14 @@ TEST(TcpMailBreak, WhatNobodyHasAskedForYetIsKept) {
 
 // Two ranks whose broken connections are replaced only by what a test does itself.
 struct Broken {
-  explicit Broken() {
+  Broken() {
     for (int rank : {0, 1}) {
       links.push_back(std::make_shared<Links>(rank, sockets[rank], 30));
       mail.push_back(std::make_unique<TcpMailbox>(links.back()));
     }
+  }
+  ~Broken() {
+    for (const auto& each : links) each->close();
   }
 
   void cut() { shutdown(sockets[1][0][Links::kMail], SHUT_RDWR); }
