@@ -190,6 +190,17 @@ def test_readers_of_tensorboard_and_hdf5_find_what_the_rank_itself_has_written(t
     assert {path.name for path in (tmp_path / "weights").iterdir()} == {"0.h5", "1.h5", "all.h5", "last.h5"}
 
 
+@pytest.mark.parametrize(
+    ("script", "said"), [("test_script", "Training yielded the same results on one CPU"), ("test_sync", "**Test")]
+)
+def test_accelerate_s_own_test_scripts(script: str, said: str, tmp_path: Path) -> None:
+    """As they are installed; they compare training by Accelerate with a loop of their own, in mixed precision, too."""
+    run = [str(BIN / "dadt"), "run", "-np", "2", "--algorithm", "sync", "-m", f"accelerate.test_utils.scripts.{script}"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=5 * PATIENCE)
+    assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+    assert "warning: DataLoader" not in done.stderr and "none delayed" in done.stderr
+
+
 def test_one_rank_pushes_and_logs(tmp_path: Path) -> None:
     """As one process does: the same commits, one run of Weights & Biases and one of TensorBoard. Evaluation and
     generation in mid-training are the same on all ranks."""

@@ -350,6 +350,15 @@ class Streams:
                     self._rejoin()
                 return self._manual_seed(seed)
 
+        @replaces("initial_seed", torch, torch.random)
+        def initial_seed() -> int:
+            """A script asks for it to make generators of its own, as for the order of data, which all ranks share."""
+            if not self.divided or self._drawing or self.reads:
+                return int(initial_seed.__wrapped__())
+            shared = torch.Generator()
+            shared.set_state(self._common.torch)
+            return shared.initial_seed()
+
         @replaces("get_rng_state", torch, torch.random)
         def get_rng_state() -> torch.Tensor:
             state: torch.Tensor = get_rng_state.__wrapped__()

@@ -48,6 +48,26 @@ def test_the_shared_stream_goes_on_as_the_single_process(tmp_path):
     assert ranks(2, script, tmp_path) == [alone, alone]
 
 
+def test_the_seed_that_a_script_asks_for_is_one_process_s(tmp_path):
+    """As samplers of libraries do that are made once training has begun; of a batch that is read it is the rank's."""
+
+    def script(runtime):
+        torch.manual_seed(42)
+        draw()
+        if isinstance(runtime, Runtime):
+            runtime.streams.split()
+            with runtime.streams.reading():
+                own = torch.initial_seed()
+            with runtime.streams.shared():
+                assert torch.random.initial_seed() == 42
+            return torch.initial_seed(), own
+        return torch.initial_seed()
+
+    alone, found = single(script), ranks(2, script, tmp_path)
+    assert alone == 42 and [seed for seed, _ in found] == [42, 42]
+    assert len({own for _, own in found} | {42}) == 3
+
+
 def test_the_rank_s_stream_is_not_touched_by_the_shared_one(tmp_path):
     def script(runtime: Runtime):
         runtime.streams.split()
