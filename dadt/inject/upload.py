@@ -31,10 +31,10 @@ def install(runtime: Runtime) -> None:
 
 def _is_anothers(runtime: Runtime) -> bool:
     """Whether another rank uploads what this one would: the first of those that train, or one of the first island."""
-    ranks = runtime.ranks
+    ranks, script = runtime.ranks, runtime.script
     if ranks.world.island_size and ranks.world.island > 0:
         return True
-    return ranks.world.rank > min(ranks.newest.members) and not runtime.script.knows_rank
+    return ranks.world.rank > min(ranks.newest.members) and not (script.knows_rank or script.explicit)
 
 
 def _one_run(runtime: Runtime, module: Any) -> None:
