@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,24 +26,24 @@ CHANGES = ("create_branch", "create_tag", "preupload_lfs_files", "upload_large_f
 
 
 def install(runtime: Runtime) -> None:
-    after_import("wandb", partial(_one_run, runtime))
-    after_import("huggingface_hub.hf_api", partial(_one_push, runtime))
+    world, ranks, script = runtime.ranks.world, runtime.ranks, runtime.script  # a forked child has another world
+
+    def is_anothers() -> bool:
+        if world.island_size and world.island > 0:
+            return True
+        return world.rank > min(ranks.newest.members) and not (script.knows_rank or script.explicit)
+
+    after_import("wandb", partial(_one_run, is_anothers))
+    after_import("huggingface_hub.hf_api", partial(_one_push, lambda: runtime.replay.under_way or is_anothers()))
 
 
-def _is_anothers(runtime: Runtime) -> bool:
-    """Whether another rank uploads what this one would: the first of those that train, or one of the first island."""
-    ranks, script = runtime.ranks, runtime.script
-    if ranks.world.island_size and ranks.world.island > 0:
-        return True
-    return ranks.world.rank > min(ranks.newest.members) and not (script.knows_rank or script.explicit)
-
-
-def _one_run(runtime: Runtime, module: Any) -> None:
+def _one_run(is_anothers: Callable[[], bool], module: Any) -> None:
+    """Let `wandb.init` make a run only where no other rank makes it."""
     signature = inspect.signature(module.init)
 
     @replaces("init", module)
     def init(*args: Any, **kwargs: Any) -> Any:
-        if not _is_anothers(runtime):
+        if not is_anothers():
             return init.__wrapped__(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         given.arguments["mode"] = "disabled"
@@ -67,9 +68,8 @@ def _make_folder(folder: Path) -> None:
         atexit.register(remove)
 
 
-def _one_push(runtime: Runtime, module: Any) -> None:
-    def is_left_out() -> bool:
-        return runtime.replay.under_way or _is_anothers(runtime)
+def _one_push(is_left_out: Callable[[], bool], module: Any) -> None:
+    """Let the Hub's client send nothing where `is_left_out`, and answer as far as it knows by itself."""
 
     @replaces("create_repo", module.HfApi)
     def create_repo(self: Any, repo_id: str, **options: Any) -> Any:
@@ -89,8 +89,9 @@ def _one_push(runtime: Runtime, module: Any) -> None:
             rebind(name, getattr(module, name), getattr(module.api, name))
 
 
-def _replace_commit(name: str, module: Any, is_left_out: Any) -> None:
+def _replace_commit(name: str, module: Any, is_left_out: Callable[[], bool]) -> None:
     signature = inspect.signature(getattr(module.HfApi, name))
+    of_endpoint = "_endpoint" in inspect.signature(module.CommitInfo).parameters  # as versions since 2025 have it
 
     @replaces(name, module.HfApi)
     def commit(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,11 +101,12 @@ def _replace_commit(name: str, module: Any, is_left_out: Any) -> None:
         address = _address(module, self, given["repo_id"], given.get("repo_type"))
         url = f"{address}/commit/{given.get('revision') or 'main'}"
         message, more = given.get("commit_message") or "", given.get("commit_description") or ""
-        made = module.CommitInfo(url, message, more, oid="", _endpoint=self.endpoint)
+        where = {"_endpoint": self.endpoint} if of_endpoint else {}
+        made = module.CommitInfo(url, message, more, oid="", **where)
         return self.run_as_future(lambda: made) if given.get("run_as_future") else made
 
 
-def _replace_change(name: str, module: Any, is_left_out: Any) -> None:
+def _replace_change(name: str, module: Any, is_left_out: Callable[[], bool]) -> None:
     @replaces(name, module.HfApi)
     def change(self: Any, *args: Any, **kwargs: Any) -> Any:
         return None if is_left_out() else change.__wrapped__(self, *args, **kwargs)
