@@ -43,7 +43,7 @@ class Program:
     """With `sync` and half the batch on each of two ranks it ends as one process does, but for rounding."""
 
     def __str__(self) -> str:
-        return "-".join((self.name, *(a for a in self.arguments if a.isalnum())))
+        return "-".join((self.name, *(a for a in (*self.arguments, *self.flags) if a.isalnum())))
 
 
 LIGHTNING = ("automatic", "manual", "several", "accumulating", "unevenly", "clipping")
@@ -53,6 +53,7 @@ PROGRAMS_TRIED = [
     Program("transformers_trainer"),
     Program("transformers_tokens"),
     Program("transformers_tokens", ("accumulating",)),
+    Program("transformers_tokens", ("accumulating",), flags=("--batch", "speed")),
     Program("transformers_lengths", flags=("--batch", "global")),  # its batches of like lengths are of the batch size
     Program("transformers_lengths", equals_alone=False),
     Program("accelerate_sync"),
