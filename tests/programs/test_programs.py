@@ -229,24 +229,28 @@ def test_one_rank_pushes_and_logs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", [(), ("--compression", "int8")], ids=["pipe", "int8"])
 def test_the_script_of_the_page_about_lora(flags: tuple[str, ...], tmp_path: Path) -> None:
-    """As it stands there, but on CPUs: with a small base and conversations at the paths that it names."""
+    """As it stands there, but on CPUs and with more checkpoints: with a small base and conversations at the paths that
+    it names. Going on from a checkpoint, it ends with the same bits."""
     page = (PROGRAMS.parents[1] / "docs" / "lora.md").read_text()
     script = page.partition("```python\n")[2].partition("```")[0]
     names = [re.search(pattern, script)[1] for pattern in (r'SFTTrainer\("(.+?)"', r'load_dataset\("(.+?)"')]
-    (tmp_path / "train_lora.py").write_text(script.replace('"out",', '"out",\n    use_cpu=True,'))
+    path = tmp_path / "train_lora.py"
+    script = script.replace('"out",', '"out",\n    use_cpu=True,').replace("save_steps=200", "save_steps=10")
     env = {**os.environ, "PYTHONPATH": str(PROGRAMS), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     make = [str(BIN / "python"), str(PROGRAMS / "tiny_llama.py"), *names]
     subprocess.run(make, cwd=tmp_path, check=True, capture_output=True, timeout=PATIENCE, env=env)
-    words = [str(BIN / "dadt"), "run", "-np", "2", "--warmup-steps", "5", *flags, "train_lora.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=5 * PATIENCE, env=env)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert re.search(r"[0-9.]+ MB that are not trained are equal on all ranks, so they are not sent", said), said
-    assert " of them delayed by one" in said and "weights differ" not in said
-    (kept,) = (tmp_path / "out").glob("checkpoint-*")  # of its end, as `save_steps` are more than it takes
-    base = sum(each.stat().st_size for each in (tmp_path / names[0]).glob("*.safetensors"))
-    assert (kept / "adapter_model.safetensors").stat().st_size > 0 and not list(kept.glob("model*.safetensors"))
-    assert base > 1e6
+    ends = []
+    for resumed in [""] if flags else ["", 'resume_from_checkpoint="out/checkpoint-10"']:
+        path.write_text(script.replace(").train()", f").train({resumed})"))
+        words = [str(BIN / "dadt"), "run", "-np", "2", "--warmup-steps", "5", *flags, path.name]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=5 * PATIENCE, env=env)
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, said
+        assert re.search(r"[0-9.]+ MB that are not trained are equal on all ranks, so they are not sent", said), said
+        assert " of them delayed by one" in said
+        ends.append((tmp_path / "out" / "checkpoint-24" / "adapter_model.safetensors").read_bytes())
+        assert not list((tmp_path / "out").glob("*/model*.safetensors"))  # of the base
+    assert len(set(ends)) == 1 and len(ends[0]) > 1e4
 
 
 def write_points(folder: Path) -> None:
