@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 
@@ -27,5 +28,7 @@ def replaces(name: str, *owners: Any) -> Callable[[Any], Any]:
 def rebind(name: str, original: Any, function: Any) -> None:
     """Put `function` in the place of `original` in all modules that have imported it by this name already."""
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(name) is original:
-            setattr(module, name, function)
+        # in place of vars(), which would load a module that is to be loaded at its first use
+        names = object.__getattribute__(module, "__dict__") if isinstance(module, ModuleType) else {}
+        if names.get(name) is original:
+            names[name] = function
