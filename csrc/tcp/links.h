@@ -16,25 +16,25 @@
 
 namespace dadt {
 
-// Numbers of bytes that a rank has received from another one.
+// Numbers of bytes that a rank has received from another one in its data stream and its stream of messages.
 struct Positions {
   uint64_t data, mail;
 };
 
-// One rank's TCP connections with the other ranks of a group: for each rank one for a notice, which says why
-// a rank gives up or that it ends normally, one for messages between two ranks, and one or more for the data
-// of operations. They are connected elsewhere, by code in which both sides prove themselves, and which may
-// replace the connections with a rank, all of them together, if some break.
+// One rank's TCP connections with the other ranks of a group: for each rank one for a notice with which a
+// rank reports that it ends normally, or the error with which it fails, one for messages between two ranks,
+// and one or more for the data of operations. Python code connects them, authenticates both sides, and may
+// replace all connections with a rank together if some break.
 class Links {
  public:
   // Index of a connection among those with a rank: the one for notices, the one for messages, and the first
   // one for data.
   static constexpr size_t kNotices = 0, kMail = 1, kData = 2;
 
-  // sockets: descriptors of connected sockets by rank, in the order above; for this rank itself, none. This
-  // object takes ownership of them. silence: seconds without an acknowledgement after which a connection
-  // counts as broken. If above 0, a thread waits in `await_break` for connections that break and replaces
-  // them. If 0, a rank whose connections break is lost.
+  // sockets: descriptors of connected sockets by rank, in the order of these indices; for this rank itself,
+  // none. This object takes ownership of the sockets. silence: seconds without an acknowledgement after which
+  // a connection counts as broken. If above 0, a thread waits in `await_break` for connections that break and
+  // replaces them. If 0, a rank whose connections break is lost.
   Links(int rank, const std::vector<std::vector<int>>& sockets, double silence = 0);
   ~Links();
   Links(const Links&) = delete;
@@ -59,10 +59,10 @@ class Links {
   // Blocks until connections with a rank break, detaches them as `detach` does, and returns the rank. Returns
   // nullopt once this object is closed or aborted.
   std::optional<int> await_break();
-  // Gives up the connections with a rank, unless that was done before, and returns how many bytes of its
-  // streams were received. Returns none if the rank has ended, or this one has been closed or aborted.
+  // Shuts down the connections with a rank, unless they already are, and returns how many bytes of the rank's
+  // streams were received. Returns nullopt if the rank has ended, or this object is closed or aborted.
   std::optional<Positions> detach(int rank);
-  // Returns whether the connections with a rank are given up and not replaced yet.
+  // Returns whether the connections with a rank are detached and may still be replaced.
   bool is_detached(int rank);
   // Returns whether nothing more will arrive on the rank's connection for notices.
   bool has_left(int rank);
@@ -115,14 +115,13 @@ class Links {
   Stream& mail(int rank) { return mail_[rank]; }
   // Returns the connection for messages of each rank, as LinkMeter reads it.
   const std::vector<std::vector<int>>& mail_sockets() const { return mail_sockets_; }
-  // An eventfd that wakes the mailbox's thread, also if something has become of a connection.
+  // Returns the eventfd that wakes the mailbox's thread, also when a connection has broken or was replaced.
   int mail_bell() const { return mail_bell_; }
   void ring_mail() const { ring(mail_bell_); }
-  // Tells what becomes of a rank whose stream of messages has ended. Returns none if its connections may be
-  // replaced, or this rank was aborted, and otherwise whether the rank has ended normally. Call it without
-  // holding the mutex.
+  // Returns, for a rank whose stream of messages has ended, whether the rank has ended normally; nullopt if
+  // its connections may be replaced, or this rank was aborted. Call it without locking the mutex.
   std::optional<bool> fate(int rank);
-  // Records that nothing more is sent to any rank.
+  // Records that the mailbox sends nothing more to any rank.
   void end_mail();
 
  private:
@@ -174,7 +173,8 @@ class Links {
   std::vector<Stream> streams_;  // data stream of each rank
   std::vector<bool> given_up_;   // for each rank, whether it was given up
 
-  // Guarded by mail_mutex_, which may be locked while streams_mutex_ is held, but not the other way round.
+  // mail_mutex_ guards the following fields. It may be locked while streams_mutex_ is, but not the other way
+  // round.
   std::mutex mail_mutex_;
   std::vector<Stream> mail_;  // stream of messages of each rank
 };

@@ -93,7 +93,7 @@ bool Links::breaks(int rank, bool is_sure) {
     {
       const std::lock_guard lock(streams_mutex_);
       if (streams_[rank].is_detached() || given_up_[rank]) return false;
-      // The connections may have been replaced meanwhile.
+      // The connections may have been replaced since the event was detected, so they are checked again.
       if (!is_sure && !std::ranges::any_of(sockets_[rank], is_broken)) return false;
       read_notice(rank);
       const Notice& notice = heard_[rank];
@@ -158,7 +158,7 @@ bool Links::attach(int rank, const std::vector<int>& sockets, Positions received
     mail.attach(received.mail);
   }
   ring_all();
-  // This thread sends the remaining bytes itself, as the engine's thread may not be in any operation.
+  // This thread sends the remaining bytes itself, since the engine's thread may not run an operation now.
   std::vector<pollfd> polled;
   while (true) {
     {

@@ -67,7 +67,7 @@ size_t Stream::send_some(Socket& socket, std::vector<iovec>& from) {
   msghdr message{};
   message.msg_iov = from.data();
   message.msg_iovlen = from.size();
-  // A call with one part costs less, which short messages notice.
+  // A system call with one part costs less, which counts for short messages.
   const ssize_t count = from.size() == 1
                             ? ::send(socket.descriptor, from[0].iov_base, from[0].iov_len, kFlags)
                             : sendmsg(socket.descriptor, &message, kFlags);
@@ -94,8 +94,8 @@ size_t Stream::receive_some(Socket& socket, std::vector<iovec>& to) {
 
 size_t Stream::send(const std::vector<iovec>& from) { return resend() ? push(from) : 0; }
 
-// Sends the bytes before the current operation that were not sent yet, or that the other side of a new
-// connection lacks. Returns whether all are sent.
+// Sends bytes that precede the current operation: those that were not sent yet, and those that the other side
+// had not received when the sockets were replaced. Returns whether all are sent.
 bool Stream::resend() {
   while (sent_ < settled_) {
     const size_t left = static_cast<size_t>(settled_ - sent_);
@@ -174,7 +174,7 @@ void Stream::settle(std::string tail) {
 }
 
 void Stream::append(const void* data, size_t bytes) {
-  // What stays is moved, so at least as much has to go.
+  // Erasing moves the bytes that stay, so it waits until at least as many bytes can be erased.
   if (tail_.size() >= kLongTail && !has_ended_) {
     const size_t kept = static_cast<size_t>(settled_ - acknowledged());
     if (kept <= tail_.size() / 2) tail_.erase(0, tail_.size() - kept);

@@ -12,7 +12,7 @@ namespace dadt {
 // An executor that uses TCP between ranks, over sockets that the caller has connected.
 class TcpExecutor final : public Executor {
  public:
-  // For details see Links.
+  // The parameters are those of Links.
   TcpExecutor(int rank, const std::vector<std::vector<int>>& sockets, double silence = 0)
       : links_(std::make_shared<Links>(rank, sockets, silence)), parts_(links_->world_size()) {}
 
@@ -22,7 +22,7 @@ class TcpExecutor final : public Executor {
   void abort(const Error& error) override { links_->abort(error); }
   void close() override { links_->close(); }
 
-  // For details see Links.
+  // Returns the kernel's counts for the connections with each rank; see Links::counts.
   std::vector<LinkCounts> counts() const { return links_->counts(); }
   const std::shared_ptr<Links>& links() const { return links_; }
 

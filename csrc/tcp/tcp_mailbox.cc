@@ -47,7 +47,7 @@ struct TcpMailboxState final : Carrier {
         meter(links->world_size()),
         post(*this, kPipe) {}
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   const std::shared_ptr<Links> links;
   const int own;
   const pid_t pid;
@@ -56,7 +56,7 @@ struct TcpMailboxState final : Carrier {
   // Any thread may use the following field.
   LinkMeter meter;
 
-  // Guarded by mutex, except for methods that Post allows to any thread.
+  // This mutex guards the following fields, except for methods of `post` that any thread may call.
   std::vector<std::unique_ptr<Pipe>> pipes;  // pipe of each rank; empty until the first use
   Post post;
   bool told = false;                          // whether the other ranks were informed why this rank fails
@@ -109,7 +109,7 @@ Handle TcpMailboxState::submit(Handle transit) {
   return transit;
 }
 
-// Moves all data that can be moved now.
+// Sends and receives all data that can be transferred without blocking.
 void TcpMailboxState::move() {
   for (int peer = 0; peer < world_size(); ++peer) {
     bool moved = true;
@@ -245,8 +245,8 @@ void TcpMailboxState::run() {
   }
 }
 
-// Asks what becomes of ranks whose connection has ended. Returns whether one of these connections will not be
-// replaced, so that all that is left is what it has brought.
+// Finds out about ranks whose connections have ended. Returns whether one of these connections will not be
+// replaced, so that only bytes that have arrived over it are left to read.
 bool TcpMailboxState::settle(const std::vector<int>& peers) {
   bool is_settled = false;
   for (int peer : peers) {

@@ -10,9 +10,10 @@ namespace dadt {
 
 struct TcpMailboxState;
 
-// Messages between two ranks over TCP, in addition to operations of all ranks. The promises are those of
-// Mailbox, which uses shared memory. A thread, started at the first use, moves data that cannot be sent at
-// once. Connections that break are replaced as Links says, and messages continue where they were.
+// Point-to-point messages between ranks over TCP, beside operations of all ranks. It has the same semantics
+// as Mailbox, which uses shared memory. A thread, started at the first use, moves data that cannot be sent at
+// once. Connections that break are replaced as those of operations are, and messages continue where they
+// were.
 //
 // In a forked child the mailbox is inert: send and receive throw, and all other methods do nothing.
 class TcpMailbox {

@@ -22,7 +22,7 @@ BROKEN = "broken"
 """Value of `use` in the greeting by which a rank asks another one to dial it again."""
 USES = (MENDED, BROKEN)
 _DATA = 2
-"""Number of the first connection for data; before it come those for notices and for messages."""
+"""Number of the first data connection between two ranks, after those for notices and for messages."""
 _PAUSE = 0.1
 """Seconds between two attempts to connect, because no event reports when the other rank can be reached again."""
 

@@ -49,7 +49,7 @@ class Connected:
 
 
 def silence_of(config: Config) -> float:
-    """Return the seconds after which a silent connection counts as broken, and is replaced."""
+    """Return the seconds after which a silent connection counts as broken and is replaced."""
     return min(config.timeout / 2, MOST_SILENCE)
 
 

@@ -21,8 +21,8 @@ from dadt.errors import CommError
 from dadt.world import World
 
 USES = (sockets.NOTICES, "mail", sockets.DATA)
-"""Uses of the connections, in the order in which they are made and the core expects them. Data comes last, as the
-earlier connections show how many of them the link needs."""
+"""Uses of the connections, in the order in which they are made and in which the C++ core expects them. Data connections
+come last, because the earlier ones show how many of them the link needs."""
 CLOSE_SECONDS = 5.0
 
 
