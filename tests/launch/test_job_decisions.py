@@ -325,6 +325,18 @@ def test_a_rank_whose_connection_fails_later_hears_for_whom_all_have_waited() ->
     assert answer["text"] == "rank 1 (pid 11 on host1) was silent for 20 s, and too few are left without it"
 
 
+def test_ranks_that_meet_in_vain_hear_that_a_rank_is_lost_and_wait_no_longer() -> None:
+    world = DecidedJob(3, min_np=3, timeout=60.0, stall_warning=5.0, on_stall="abort")
+    world.train(1)
+    for rank in (0, 2):
+        world.say(rank, "exchange", rank=rank, line=1, key="connect", generation=0, timeout=60.0)
+    for _ in range(10):
+        world.later(1.0)
+    told = [frame["answer"] for frame in world.sent("answer")]
+    assert [answer["type"] for answer in told] == ["PeerLost", "PeerLost"]
+    assert told[0]["message"] == "rank 1 (pid 11 on host1) was silent for 5 s, and too few are left without it"
+
+
 def test_a_rank_that_could_not_connect_hears_who_was_stopped_then_though_it_goes_on_again() -> None:
     world = DecidedJob(2, min_np=1)
     world.say(1, "beat", steps={"1": [-1, 3.0]}, memory={}, conditions={"1": "stopped"}, clock=0.0)

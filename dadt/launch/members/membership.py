@@ -311,7 +311,7 @@ class Membership:
         self._least = 0  # too few ranks would be left, so no further ranks are removed
         self._scarce = ranks, now, why[: schema.TEXT]
         self._answer_all(False, why, now)
-        self._rendezvous.refuse(Frame("error", {"type": "CommTimeout", "message": why[: schema.TEXT]}), now)
+        self._rendezvous.refuse(Frame("error", {"type": "PeerLost", "message": why[: schema.TEXT]}), now)
 
     def _give_up_cut_off(self, here: Sequence[Member], since: float, now: float) -> None:
         places = {self._slots[member.rank].cross_rank for member in here}
