@@ -75,6 +75,8 @@ class Launcher:
         """When all has to be over, as agents were told to stop their workers."""
         self.heeds: set[int] = set()
         """Signals of the user that end the job."""
+        self._runs_until = 0.0
+        """When it was last stopped."""
         self.exits: set[int] = set()
         """Ranks of which it has heard that a process of theirs has ended."""
         self.said: list[tuple[float, str, str]] = []
@@ -397,9 +399,12 @@ class Launcher:
             end(wire)
 
     def stop(self) -> None:
+        self._runs_until = self.world.now if self.process.runs else self._runs_until
         self.process.stop()
 
     def go_on(self) -> None:
+        if self.process.stops == 1:
+            self.end_by += self.world.now - self._runs_until  # what agents have told meanwhile is read first
         self.process.go_on()
         self._alarm.set(0.0)
 

@@ -114,14 +114,16 @@ class Termination:
         return any(member.finished and not (member.ended or member.lost) for member in members)
 
     def excuse(self, now: float) -> None:
-        """Extend the agents' deadline by the time since the last turn. In this time output to the user was blocked, so
-        no reports of agents were read."""
+        """Extend the agents' deadline by the time since the last turn, in which none of their reports could be read."""
         self._end_by += now - self._turned
         self._turned = now
 
     def turn(self, now: float) -> bool:
         """Stop the job if the time that `fail_by` has set is reached. Call regularly. Returns whether agents have
         missed their deadline, so that they must be killed."""
+        # After a longer pause this process was stopped, or has waited to learn why an agent is gone.
+        if now - self._turned > END_SECONDS / 2:
+            self.excuse(now)
         self._turned = now
         if self._turned >= self._fail_at + (LEAVE_SECONDS if self._leaving else 0.0):
             self._fail_at = float("inf")

@@ -246,3 +246,13 @@ def test_agents_are_not_overdue_while_nobody_reads_what_they_say() -> None:
     for now in (110.0, 160.0):
         termination.excuse(now)
     assert termination.deadline - before == 59.0
+
+
+def test_agents_are_not_overdue_where_dadt_run_itself_was_away() -> None:
+    """It may be stopped, or wait for long to learn why one agent is gone, while the others tell of their ends."""
+    outbox = Outbox()
+    termination = Termination(outbox, Watch([], outbox, 0.0, 0.0), Outcome(seconds=0.0), grace=5.0, now=0.0)
+    termination.terminate(1.0, "a worker failed", 0.0)
+    assert not termination.turn(60.0)
+    assert not any(termination.turn(now) for now in (62.0, 64.0, 65.9))
+    assert termination.turn(66.1)
