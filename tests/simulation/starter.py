@@ -103,7 +103,7 @@ class Ray(ConnectBack):
 
     def explains_in(self) -> float:
         config = self._job.config
-        most = EXPLAIN_SECONDS + (0.0 if config.min_np else DEATH_SHARE * config.orphan_timeout)
+        most = max(EXPLAIN_SECONDS, 0.0 if config.min_np else DEATH_SHARE * config.orphan_timeout)
         return self._job.world.random.uniform(0.0, most)
 
 

@@ -118,7 +118,7 @@ class RayLauncher(ConnectBackLauncher):
 
     def _explain(self, started: Started, seconds: float) -> str:
         if seconds and not self._config.min_np:
-            seconds += DEATH_SHARE * self._config.orphan_timeout
+            seconds = max(seconds, DEATH_SHARE * self._config.orphan_timeout)
         if wait([started.end], min(seconds, QUIET_SECONDS)).not_done and seconds > QUIET_SECONDS:
             most = seconds - QUIET_SECONDS
             self._request.say(f"waiting for Ray to say why {started.host.name} is gone, for {most:.0f} s at most")
