@@ -67,7 +67,7 @@ class Job:
         members = rendezvous.members
         self.watch = watch = Watch(members, outbox, now, begin)
         self._silences = silences = Silences(nodes, slots, rendezvous, outbox, config.verbose)
-        patience = config.stall_warning if config.on_stall == "abort" else config.timeout
+        patience = min(config.timeout, config.stall_warning) if config.on_stall == "abort" else config.timeout
         self._cause = cause = Cause(slots, members, logs, min(patience, config.start_timeout), silences.blame)
         self._termination = Termination(outbox, watch, outcome, config.grace, now)
         self._joining = Joining(config, nodes, slots, members, candidates, outbox) if candidates is not None else None

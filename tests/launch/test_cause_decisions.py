@@ -106,9 +106,12 @@ def test_beside_an_agent_that_was_told_to_end_one_is_named_that_has_not_told_how
         world.job.judge(world.now, [], [])
 
 
+@pytest.mark.parametrize("on_stall", ["warn", "abort"])
 @pytest.mark.parametrize(("seconds", "verdict"), [(5.0, "exit code 1"), (29.0, "stopped")])
-def test_a_stopped_rank_is_the_cause_only_if_others_have_waited_for_it_for_long(seconds: float, verdict: str) -> None:
-    world = DecidedJob(2, timeout=30.0)
+def test_a_stopped_rank_is_the_cause_only_if_others_have_waited_for_it_for_long(
+    seconds: float, verdict: str, on_stall: str
+) -> None:
+    world = DecidedJob(2, timeout=30.0, start_timeout=90.0, stall_warning=60.0, on_stall=on_stall)
     world.train(1)
     world.say(1, "beat", steps={}, memory={}, conditions={}, clock=0.0)
     world.say(0, "beat", steps={"0": [5, 0.0]}, memory={}, conditions={"0": "stopped"}, clock=0.0)
