@@ -11,7 +11,7 @@ from dadt.control.frame import Frame
 from dadt.launch.actions import Action, Event, SayText, SendFrame
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Slot
-from dadt.launch.job import Job
+from dadt.launch.job import TURN_SECONDS, Job
 from dadt.launch.members.node import Node
 
 ENDED = {"time": 1.0, "step": 5, "peak_memory": 0, "memory_limit": 0, "memory_kills": 0, "stopped": False}
@@ -45,11 +45,15 @@ class DecidedJob:
 
     def later(self, seconds: float = 0.0, *, heard: Sequence[int] = ()) -> None:
         """Let time pass, until which the agents of the hosts `heard` go on to send."""
-        self.now += seconds
-        for host in heard:
-            self.nodes[host].heard = self.now
-        self.job.turn(self.now)
-        self.job.outbox.empty(self.actions.append)
+        until = self.now + seconds
+        while True:
+            self.now = min(until, self.now + TURN_SECONDS)
+            for host in heard:
+                self.nodes[host].heard = self.now
+            self.job.turn(self.now)
+            self.job.outbox.empty(self.actions.append)
+            if self.now == until:
+                return
 
     def sent(self, kind: str) -> list[Frame]:
         return [each.frame for each in self.actions if isinstance(each, SendFrame) and each.frame.kind == kind]
