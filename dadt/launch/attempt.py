@@ -72,17 +72,15 @@ class Attempt:
             self._prepare(where)
             self._candidates.served((node.host for node in self._agents.nodes), time.monotonic())
             self._job.start(orders(where), time.monotonic(), uptime())
-            try:
-                outcome = self._wait()
-            finally:
-                for node in [node for node in self._agents.nodes if node.failed]:
-                    busy_until = node.busy_until(self._plan.config.orphan_timeout)
-                    self._candidates.failed(node.host, time.monotonic(), busy_until)
+            outcome = self._wait()
             if (failure := outcome.failure) is not None:
                 outcome.failure = replace(failure, torch_env=self._plan.config.torch_env)
             return outcome
         finally:
             self._voice.meanwhile(lambda: None)
+            for node in [node for node in self._agents.nodes if node.failed]:
+                busy_until = node.busy_until(self._plan.config.orphan_timeout)
+                self._candidates.failed(node.host, time.monotonic(), busy_until)
             self._agents.close(HANG_UP_SECONDS)
             sweep(self._mark)
 

@@ -351,18 +351,18 @@ class Launcher:
     # The end -------------------------------------------------------------------------------------------------------
 
     def _judge(self, job: Job) -> None:
-        candidates = self._run.discovery.candidates
         for node in self.nodes:
             node.ended = True
-            if node.failed:
-                candidates.failed(node.host, self.world.now, node.busy_until(self._simulated.config.orphan_timeout))
         try:
             self._end(job.judge(self.world.now, [], []), None, at_once=job.overdue)
         except DadtError as error:
             self._end(None, error, at_once=job.overdue)
 
     def _end(self, outcome: Outcome | None, error: DadtError | None, *, at_once: bool = False) -> None:
-        """Agents.close: hang up, and wait until the agents are gone."""
+        """The rest of Attempt.run: hang up, and wait until the agents are gone."""
+        for node in [node for node in self.nodes if node.failed]:
+            busy_until = node.busy_until(self._simulated.config.orphan_timeout)
+            self._run.discovery.candidates.failed(node.host, self.world.now, busy_until)
         self.outcome, self.error, self.ended_at = outcome, error, self.world.now
         shown = self.error or (self.outcome.failure.lines()[:3] if self.outcome and self.outcome.failure else "ends")
         self.world.note("launcher", f"{shown}, exit code {self.exit_code}")
