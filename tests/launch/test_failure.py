@@ -207,6 +207,12 @@ def test_an_exception_counts_from_when_it_was_raised():
     assert find_cause(endings, {0: record}) == (endings[0], record)
 
 
+def test_one_that_was_killed_as_it_failed_for_another_one_is_killed():
+    endings = [ending(0, -9, 2.5), ending(1, -9, 2.0)]
+    cause = find_cause(endings, {1: ErrorRecord(type="CommError", secondary=True, time=1.0)})
+    assert cause is not None and cause[0].rank == 1
+
+
 def test_a_failure_that_another_one_caused_is_not_the_cause():
     endings = [ending(0, 1, 10.0), ending(1, -9, 11.0)]
     lost = ErrorRecord(type="PeerLost", time=9.0, secondary=True)

@@ -234,8 +234,10 @@ def find_cause(
 
     def order(ending: Ending) -> tuple[bool, float]:
         record = records.get(ending.rank)
-        if record is None or record.thread:
-            # An exception in another thread need not have ended the process, so the time of the exit counts instead.
+        killed = ending.code == -signal.SIGKILL and not ending.stopped and record is not None and record.secondary
+        if record is None or record.thread or killed:
+            # An exception in another thread need not have ended the process, and one that another rank's failure has
+            # caused has not ended a process that was killed: the time of the exit counts instead.
             return False, ending.time
         return record.secondary, record.time or ending.time
 
