@@ -146,6 +146,22 @@ def test_a_rank_that_has_waited_is_not_blamed_for_one_of_which_nobody_knows() ->
         world.job.judge(world.now, [], [])
 
 
+def test_an_exception_that_was_reported_is_the_cause_though_the_agent_tells_nothing_after_it() -> None:
+    world = DecidedJob(2)
+    world.train(1)
+    own = {**FAILED, "type": "ValueError", "message": "bad label", "secondary": False}
+    world.say(0, "failed", rank=0, time=0.9, **own)
+    world.later(1.5)
+    world.say(1, "exit", rank=1, code=-15, **{**ENDED, "stopped": True})
+    world.say(1, "end", stuck=[], signal=0)
+    world.later(10.0)
+    assert world.job.overdue
+    failure = world.job.judge(world.now, [], []).failure
+    assert failure is not None and (failure.ending.rank, failure.exit_code) == (0, 1)
+    cause = "  cause   ValueError: bad label"
+    assert cause in failure.lines() and not any("memory" in line for line in failure.lines())
+
+
 def test_of_two_lost_hosts_the_first_one_is_named_whichever_is_reported_first() -> None:
     world = DecidedJob(3)
     world.train(1)

@@ -169,6 +169,7 @@ class Cause:
         """Return the job's failure; None if the job ended well. begun: uptime of the launcher's host when the job
         began. stacks: files with the ranks' stack traces. Raises LaunchError if the job failed but no worker is the
         cause."""
+        self._suppose_ends()
         cause = self._find()
         known = self._excused | self.endings.keys()
         untold = [slot for slot in self._slots if slot.rank not in known]
@@ -184,6 +185,16 @@ class Cause:
             where = f"{host}: " if host else ""
             raise LaunchError(f"{where}it is not known how rank {rank} has ended: its agent has not told")
         return None
+
+    def _suppose_ends(self) -> None:
+        """Add endings of ranks that have reported an exception of their own, and of which no agent has reported the end."""
+        for rank, record in self._records.items():
+            if rank not in self.endings and not record.thread:
+                step = record.step if record.step is not None else -1
+                memory = {"peak_memory": 0, "memory_limit": 0, "memory_kills": 0}
+                supposed = Ending(rank=rank, code=UNCAUGHT, time=record.time, step=step, stopped=True, **memory)
+                if not self._is_consequence(supposed, record):
+                    self.endings[rank] = supposed
 
     def _is_consequence(self, ending: Ending, record: ErrorRecord | None) -> bool:
         """Return whether this rank's exception only says that the rank waited in vain for other ranks, and does not say

@@ -164,7 +164,8 @@ class Failure:
         if self.record is not None and self.record.unseen:
             kept = "what this rank wrote there was kept apart from the files of the first, where only Python finds it"
             lines.append(f"  hint    {printable(self.record.unseen)}: {kept}; --files all lets all ranks write")
-        lines.append(f"  memory  {self._memory()}")
+        if self.ending.memory_limit:  # else its agent has not told
+            lines.append(f"  memory  {self._memory()}")
         if self.stacks:
             lines.append(f"  stacks  {', '.join(map(str, self.stacks))}: where the others were")
         if self.resume:
