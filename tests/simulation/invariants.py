@@ -259,15 +259,20 @@ class Invariants:
             if loss.rank not in self.guilty_ranks(at) and not hosts & self.guilty_hosts(at):
                 raise Broken(f"rank {loss.rank} was lost and had done nothing: {loss.why}")
 
+    @property
+    def _trained_until(self) -> float:
+        """When the first of the ranks that began the job, and are left, has taken its last step."""
+        members = [gauge.member for gauge in self._watch.gauges]
+        began = {member.rank for member in members if not (member.lost or member.joined)}
+        return min((worker.stepped_at for worker in self._job.workers if worker.rank in began), default=0.0)
+
     def _check_replaced(self, launcher: Launcher) -> None:
         """Where nobody waits for another, a lost rank whose host is there is started again, and joins."""
         job = self._job
         if not replaces(job.config) or launcher.outcome is None or launcher.end_by < float("inf"):
             return
         for loss in self._watch.losses:
-            others = [m for m in self._watch.gauges if not m.member.lost and not m.member.joined]
-            trained = min((gauge.member.seen for gauge in others), default=0.0)
-            due = loss.time - EPOCH + AGAIN_SECONDS < trained
+            due = loss.time - EPOCH + AGAIN_SECONDS < self._trained_until
             killed = all(each.fatal for each in self.struck)
             again = any(each.rank == loss.rank and each.born > loss.time - EPOCH for each in job.workers)
             if due and killed and not again:
@@ -280,11 +285,9 @@ class Invariants:
         losses, alone = launcher.job.watch.losses, len(self.struck) == 1 and self.struck[0].fatal
         if job.config.algorithm == "gossip" or len(losses) != 1 or not alone:
             return
-        began = [gauge.member for gauge in launcher.job.watch.gauges if not (gauge.member.lost or gauge.member.joined)]
-        trained = min((member.seen for member in began), default=0.0)
         due = losses[0].time - EPOCH + AGAIN_SECONDS + 2 * script.start_seconds + LET_IN_STEPS * script.step_seconds
         if (
-            due < trained
+            due < self._trained_until
             and script.gathers_seldom
             and not any(each.peers.is_new and each.trains for each in job.workers)
         ):
@@ -297,8 +300,7 @@ class Invariants:
         hindered = any(each.hinders or each.at < job.begun for each in self.struck)
         if job.scenario.spares < len(lost) or hindered or launcher.end_by < float("inf"):
             return
-        began = [gauge.member for gauge in self._watch.gauges if not (gauge.member.lost or gauge.member.joined)]
-        trained = min((member.seen for member in began), default=0.0)
+        trained = self._trained_until
         joined = sum("joins: new workers" in text for *_, text in launcher.said)
         if joined < sum(each.at + each.noticed + JOIN_SECONDS < trained for each in lost if not self._is_mute(each)):
             raise Broken(f"no host has joined in place of {', '.join(each.text for each in lost)}")

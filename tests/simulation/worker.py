@@ -55,7 +55,8 @@ class Worker:
         self.preempted = self.apart = self.interrupted = False
         self.saves_heard = self.saves_raised = self.interrupts_heard = 0
         self._saves_done = self.saves_agreed = 0
-        self._reported = float("-inf")
+        self._reported, self.stepped_at = float("-inf"), float("-inf")
+        """When this rank last told the launcher of its step, and when it last took one."""
         self.current: Thread | None = None
         self.peers = WorkerPeers(self, joins=joins)
         self.training = Training(self)
@@ -303,6 +304,7 @@ class Worker:
             raise self.doom
 
     def _progress(self) -> None:
+        self.stepped_at = self.world.now
         self.agent.beat_of(self.rank, self.step)
         if self.world.now - self._reported >= report_seconds(self.agent.job.size):
             self._reported = self.world.now
