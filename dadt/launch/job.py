@@ -216,7 +216,9 @@ class Job:
         outcome.seconds = now - self._begun
         outcome.stuck = stuck or outcome.stuck
         outcome.losses = self.watch.losses
-        if (preemption := outcome.preemption) is not None:
+        if (preemption := outcome.preemption) is not None and preemption.follows:
+            preemption = outcome.preemption = None
+        if preemption is not None:
             outcome.preemption = replace(preemption, endings=self._cause.endings, done=outcome.summaries)
         elif not outcome.signal:
             try:

@@ -96,6 +96,29 @@ def test_an_agent_that_was_told_to_end_is_not_the_cause_where_another_one_was_lo
         world.job.judge(world.now, [], [])
 
 
+@pytest.mark.parametrize(("seconds", "heard", "follows"), [(2.0, True, True), (9.0, True, False), (9.0, False, True)])
+def test_hosts_that_were_told_to_end_as_another_one_was_lost_are_no_preemption(
+    seconds: float, heard: bool, follows: bool
+) -> None:
+    """seconds: until the launcher hears of the loss. heard: whether it hears that host until then."""
+    world = DecidedJob(3, checkpoint_signal="USR1", grace=30.0)
+    world.train(1)
+    world.later(1.0, heard=range(3))
+    for rank in (1, 2):
+        world.later(0.1)
+        world.say(rank, "preempted")
+    world.later(seconds, heard=range(3) if heard else (1, 2))
+    world.say(0, "lost", message="the connection was closed", time=2.0)
+    for rank in (1, 2):
+        world.say(rank, "exit", rank=rank, code=0, **{**ENDED, "stopped": False})
+        world.say(rank, "end", stuck=[], signal=0)
+    if follows:
+        with pytest.raises(LaunchError, match=r"^host0: the connection was closed; all its workers were stopped"):
+            world.job.judge(world.now, [], [])
+    else:
+        assert world.job.judge(world.now, [], []).exit_code == 75
+
+
 def test_beside_an_agent_that_was_told_to_end_one_is_named_that_has_not_told_how_its_ranks_ended() -> None:
     world = DecidedJob(2)
     world.train(1)

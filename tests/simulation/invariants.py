@@ -140,7 +140,9 @@ class Invariants:
             if any(each.rank == int(found[1]) for each in agent.left):
                 raise Broken(f"the user is told that a worker starts, and the old one runs: {text}")
         told = TOLD_TO_END.match(text)
-        if told is not None and not any(each.text == f"{told[1]} is told to end" for each in self.struck):
+        by_cluster = told is not None and self._job.machines[int(told[1].removeprefix("host"))].ended_by
+        by_others = told is not None and any(each.text == f"{told[1]} is told to end" for each in self.struck)
+        if told is not None and not (by_cluster or by_others):
             raise Broken(f"the user is told that a host was told to end, which was not: {text}")
         text = text.partition(": since ")[2] or text  # the reason of another rank is told first
         found = GOES_ON.match(text)

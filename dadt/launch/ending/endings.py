@@ -93,6 +93,8 @@ class Endings:
         if self._termination.goes_on and self._membership.lose(here, why, now):
             node.works = False
         else:
+            if not node.told:
+                self._termination.lost(node.heard, now)
             text = f"{frame['message']}; all its workers were stopped"
             self.lose(node, text, now, frame.get("time", float("inf")))
         for rank in here:

@@ -30,6 +30,8 @@ class Preemption:
     """Text that says which host or process was asked to end, and how."""
     host: bool = False
     """Whether a host was asked to end rather than `dadt run` itself, so that the job may restart on other hosts."""
+    follows: bool = False
+    """Whether another host was lost at that time, so that the cluster has only ended all others (as Slurm does)."""
     endings: Mapping[int, Ending] = field(default_factory=dict)
     """How each rank's process has ended, by rank; empty until all have ended."""
     done: Collection[int] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from signal import SIGINT
 
 from dadt.control.frame import Frame
@@ -17,6 +18,9 @@ END_SECONDS = 5.0
 LEAVE_SECONDS = 30.0
 """Seconds that a process may take to exit after its script has ended, if its exit code may explain why other ranks
 failed."""
+LOSS_SECONDS = 3.0
+"""If a host is lost within this many seconds after others were asked to end, the loss may be the reason: Slurm ends
+all agents of a job once one has failed, and the launcher may hear of the failed one last."""
 
 AGAIN_SECONDS = 2.0
 """Seconds within which a second SIGTERM counts as the same request as the first one. Batch systems send SIGTERM to
@@ -88,8 +92,16 @@ class Termination:
         elif not (before.host or preemption.host) and now > self._told + AGAIN_SECONDS:
             self._hurry(preemption.who, now)
         if before is None or before.host:
-            self._outcome.preemption = preemption
+            follows = before is not None and before.follows and preemption.host
+            self._outcome.preemption = replace(preemption, follows=follows)
             self._told = now
+
+    def lost(self, heard: float, now: float) -> None:
+        """Handle the loss of a host that was not asked to end, and whose agent was heard last at `heard`. If others
+        were asked to just before, or later than that, the loss is the reason."""
+        preemption, told = self._outcome.preemption, self._told
+        if preemption is not None and (heard < told or now < told + LOSS_SECONDS):
+            self._outcome.preemption = replace(preemption, follows=preemption.host)
 
     def _hurry(self, who: str, now: float) -> None:
         self.at_once = True
