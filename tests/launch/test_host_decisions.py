@@ -24,6 +24,7 @@ from dadt.launch.agent.actions import (
 )
 from dadt.launch.agent.host_job import HostJob
 from dadt.launch.agent.launcher_contact import FIRST_SECONDS, LauncherContact
+from dadt.launch.agent.other_hosts import OtherHosts
 from dadt.launch.agent.registry import Line, Saying
 from dadt.launch.ending.processes import Process
 
@@ -203,3 +204,12 @@ def test_a_rank_waits_for_the_file_that_the_first_one_writes(world: OneHost) -> 
 def test_stacks_go_to_no_other_file(world: OneHost) -> None:
     with pytest.raises(DadtError, match="is no file for stacks"):
         world.hear(4, "stacks", path="/etc/stacks-1", signal=10)
+
+
+def test_hosts_that_begin_send_their_first_heartbeats_at_once_and_soon_again() -> None:
+    """The others may begin a moment later, and a way that fails before anything was heard is never missed."""
+    others = OtherHosts(0, timeout=10.0)
+    assert others.is_beat_due(0.0), "nobody is there yet"
+    others.begin([{"index": 1, "address": "10.0.0.1", "port": 4000}], now=0.1)
+    due = [tenth / 10 for tenth in range(1, 50) if others.is_beat_due(tenth / 10)]
+    assert due == [0.1, 0.4, 0.7, 1.0, 1.3, 2.6, 3.9]

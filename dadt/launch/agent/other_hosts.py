@@ -11,6 +11,9 @@ from dadt.control.frame import Frame
 
 BEATS = 8
 """Number of heartbeats that a host sends within the timeout after which it would count as silent."""
+FIRST_SECONDS = 0.25
+"""Seconds between the first heartbeats of a host: another host that has not begun yet receives none, and a link on
+which no heartbeat has ever arrived cannot be noticed to fail."""
 
 
 @dataclass(slots=True)
@@ -41,13 +44,14 @@ class OtherHosts:
         self._hosts: dict[int, OtherHost] = {}
         self.by_place: Mapping[tuple[str, int], OtherHost] = {}
         """The other hosts, by the address and port with which they send heartbeats."""
-        self._sent = float("-inf")
+        self._sent = self._begun = float("-inf")
         self._absence = Absence(self._sent)
 
     def begin(self, hosts: Sequence[Mapping[str, Any]], now: float) -> None:
         """Begin to expect heartbeats from `hosts`, each given by its index, address and port. This host itself is
         skipped."""
         known, self._hosts = self._hosts, {}
+        self._sent, self._begun = float("-inf"), now
         for host in hosts:
             index, place = host["index"], (host["address"], host["port"])
             if index != self._index:
@@ -62,7 +66,8 @@ class OtherHosts:
 
     def is_beat_due(self, now: float) -> bool:
         """Return whether a heartbeat to the other hosts is due, and count it as sent if so."""
-        due = now - self._sent >= self._timeout / BEATS
+        pause = self._timeout / BEATS
+        due = now - self._sent >= (min(pause, FIRST_SECONDS) if now - self._begun < pause else pause)
         if due:
             self._sent = now
         return due

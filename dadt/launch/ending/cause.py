@@ -187,7 +187,7 @@ class Cause:
         return None
 
     def _suppose_ends(self) -> None:
-        """Add endings of ranks that have reported an exception of their own, and of which no agent has reported the end."""
+        """Add endings of ranks that have reported an exception of their own, but whose end no agent has reported."""
         for rank, record in self._records.items():
             if rank not in self.endings and not record.thread:
                 step = record.step if record.step is not None else -1
