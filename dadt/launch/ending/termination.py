@@ -133,16 +133,20 @@ class Termination:
     def turn(self, now: float) -> bool:
         """Stop the job if the time that `fail_by` has set is reached. Call regularly. Returns whether agents have
         missed their deadline, so that they must be killed."""
-        # After a longer pause this process was stopped, or has waited to learn why an agent is gone.
-        if now - self._turned > END_SECONDS / 2:
-            self.excuse(now)
-        self._turned = now
+        self._excuse_absence(now)
         if self._turned >= self._fail_at + (LEAVE_SECONDS if self._leaving else 0.0):
             self._fail_at = float("inf")
             self.terminate(FAILURE_GRACE, "a worker failed", now, stacks=True)
         return self._turned >= self._end_by
 
+    def _excuse_absence(self, now: float) -> None:
+        """Called whenever this process runs: it may have been stopped, or have waited to learn why an agent is gone."""
+        if now - self._turned > END_SECONDS / 2:
+            self.excuse(now)
+        self._turned = now
+
     def _stop(self, order: Frame, seconds: float, why: str, now: float) -> None:
+        self._excuse_absence(now)
         self.grace = seconds
         self._watch.stops(why, seconds)
         self._end_by = min(self._end_by, now + seconds + END_SECONDS)

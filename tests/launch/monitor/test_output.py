@@ -256,3 +256,11 @@ def test_agents_are_not_overdue_where_dadt_run_itself_was_away() -> None:
     assert not termination.turn(60.0)
     assert not any(termination.turn(now) for now in (62.0, 64.0, 65.9))
     assert termination.turn(66.1)
+
+
+def test_the_time_in_which_dadt_run_was_away_before_agents_were_told_to_end_does_not_count() -> None:
+    outbox = Outbox()
+    termination = Termination(outbox, Watch([], outbox, 0.0, 0.0), Outcome(seconds=0.0), grace=5.0, now=0.0)
+    termination.terminate(1.0, "a worker failed", 60.0)
+    assert not any(termination.turn(now) for now in (60.0, 62.0, 64.0, 65.9))
+    assert termination.turn(66.1)
