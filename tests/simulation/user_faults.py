@@ -23,9 +23,11 @@ class UserSignals(Fault):
     def strike(self, job: SimulatedJob, *, once_more: bool = False) -> None:
         if job.launcher.process.alive:
             ends = self.number in ENDING_SIGNALS
-            # Some ranks end by a signal for which they have no handler yet, or save and end while others begin.
+            # Some ranks end by a signal for which they have no handler yet, or save and end while others begin, or
+            # before one that is stopped, and so cannot agree with them on a step.
             all_train = job.checkpoint_signal == self.number and job.all_train
-            deaf = {} if ends or all_train else host_guilt(*job.machines)
+            agree = all_train and not any(worker.process.stops for worker in job.workers)
+            deaf = {} if ends or agree else host_guilt(*job.machines)
             self._struck(job, f"the user sends signal {self.number}", user=ends, **deaf)
             job.launcher.signal(self.number)
             if not once_more:
