@@ -77,6 +77,8 @@ class Launcher:
         """Signals of the user that end the job."""
         self._runs_until = 0.0
         """When it was last stopped."""
+        self.lost_at: dict[Node, float] = {}
+        """When it has lost an agent."""
         self.exits: set[int] = set()
         """Ranks of which it has heard that a process of theirs has ended."""
         self.said: list[tuple[float, str, str]] = []
@@ -233,6 +235,8 @@ class Launcher:
         return caught
 
     def _put(self, node: Node, frame: Frame) -> None:
+        if frame.kind == "lost":
+            self.lost_at[node] = self.world.now
         self._events.append(Event(node, frame, self.world.now))
         self._alarm.set(READ_SECONDS)
 

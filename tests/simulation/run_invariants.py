@@ -69,8 +69,9 @@ class RunInvariants:
         if not names <= self._run.listed:
             raise Broken(f"an attempt is made on hosts that are not there: {names - self._run.listed}")
         if before and (ended := before[-1].launcher.ended_at) is not None:
-            failed = {node.name for node in before[-1].launcher.nodes if node.failed}
-            if failed & names and self._run.world.now - ended < PAUSE_SECONDS / 2:
+            launcher, soon = before[-1].launcher, self._run.world.now - PAUSE_SECONDS / 2
+            just = [node for node in launcher.nodes if node.failed and launcher.lost_at.get(node, ended) > soon]
+            if (failed := {node.name for node in just}) & names:
                 raise Broken(f"an attempt is made at once on hosts that have just failed: {failed & names}")
 
     def placed(self, attempt: SimulatedJob) -> None:
