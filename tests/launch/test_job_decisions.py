@@ -302,8 +302,24 @@ def test_a_rank_that_has_left_at_its_own_end_is_lost_as_the_others_connect_anew(
     assert not world.sent("stop")
 
 
-def test_a_rank_that_has_left_at_its_own_end_is_not_lost_while_nobody_needs_it() -> None:
-    world = DecidedJob(2, min_np=1)
+def test_where_nobody_waits_a_rank_that_has_left_at_its_own_end_is_lost_as_others_connect_anew() -> None:
+    world = DecidedJob(4, min_np=1, algorithm="gossip")
+    world.train(1)
+    world.say(1, "ending", rank=1, pid=11, steps=1, gathered=0)
+    world.say(1, "exit", rank=1, code=0, **ENDED)
+    world.later(1.0, heard=range(4))
+    assert not world.sent("regroup")
+    world.say(2, "lost", message="the connection was closed", time=1.0)
+    for rank in (0, 3):
+        world.say(rank, "reconnect", rank=rank, line=2, text="cannot arrive", generation=1, timeout=60.0)
+    world.later()
+    assert [frame["members"] for frame in world.sent("regroup")] == [[0, 1, 3], [0, 3]]
+    assert not world.sent("stop")
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", "gossip"])
+def test_a_rank_that_has_left_at_its_own_end_is_not_lost_while_nobody_needs_it(algorithm: str) -> None:
+    world = DecidedJob(2, min_np=1, algorithm=algorithm)
     world.train(1)
     world.say(1, "ending", rank=1, pid=11, steps=1, gathered=0)
     world.say(1, "exit", rank=1, code=0, **ENDED)

@@ -115,17 +115,18 @@ class Membership:
 
     def leaves_finished(self, member: Member, why: str) -> None:
         """Handle a rank that exits with code 0 after its training. It counts as lost once ranks that train need it."""
-        if self._apart or self._over == self._rendezvous.generation:
-            return
-        if any(not (each.finished or each.ended) for each in self._rendezvous.present):
-            self.leaves(member.rank, why)
-        else:
+        began = [each for each in self._rendezvous.present if not (self._apart and each.joined)]
+        if all(each.finished or each.ended for each in began):
             self._over = self._rendezvous.generation
+        elif self._over != self._rendezvous.generation:
+            self.leaves(member.rank, why)
 
     def _lose_left(self, now: float) -> None:
         """Remove ranks that exited early from the job if other ranks wait for them."""
-        here = self._here
-        if self._requests or (self._apart and here) or any(m.waits(now) and not m.finished for m in here):
+        here, members = self._here, self._rendezvous.members
+        # If nobody waits, a rank that left after its training is missed once ranks that still train connect anew.
+        apart = any(not members[rank].finished for rank in (*self._left, *self._requests))
+        if here and apart if self._apart else self._requests or any(m.waits(now) and not m.finished for m in here):
             left, self._left = self._left, {}
             for rank, why in left.items():
                 self.lose([rank], why, now)
@@ -396,5 +397,4 @@ class Membership:
 
     def _left_without(self, ranks: Collection[int]) -> int:
         """Return the number of ranks besides `ranks` that train or have finished training."""
-        present = self._rendezvous.present
-        return sum(not (member.rank in ranks or (member.ended and not member.finished)) for member in present)
+        return sum(not (m.rank in ranks or (m.ended and not m.finished)) for m in self._rendezvous.present)
