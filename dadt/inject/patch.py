@@ -28,7 +28,8 @@ def replaces(name: str, *owners: Any) -> Callable[[Any], Any]:
 def rebind(name: str, original: Any, function: Any) -> None:
     """Put `function` in the place of `original` in all modules that have imported it by this name already."""
     for module in list(sys.modules.values()):
-        # in place of vars(), which would load a module that is to be loaded at its first use
-        names = object.__getattribute__(module, "__dict__") if isinstance(module, ModuleType) else {}
+        # In place of vars(), which would load a module that is to be loaded at its first use. Objects that only pose as
+        # modules (cffi's libraries) may have no dictionary.
+        names = object.__getattribute__(module, "__dict__") if issubclass(type(module), ModuleType) else {}
         if names.get(name) is original:
             names[name] = function
