@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dadt.config.check import NEVER
 from dadt.control.agent_client import ANSWER_SECONDS
 from dadt.launch.agent.host_job import DEFAULT_GRACE
 from dadt.launch.ending.outcome import Ended
@@ -16,6 +17,7 @@ from simulation.data_invariants import check_shares
 from simulation.door import SRUN
 from simulation.fault import SOON_SECONDS, Struck
 from simulation.outcome_invariants import OutcomeInvariants
+from simulation.worker_snapshots import WRITE_SECONDS
 from simulation.world import EPOCH, Broken
 
 if TYPE_CHECKING:
@@ -80,6 +82,9 @@ class Invariants:
             patience = min(patience, ANSWER_SECONDS) if struck.hosts else patience
         lasted = sum(min(at, each.until) - each.at for each in self.struck if each.tries and each.at < at)
         waited = NOTICE_SECONDS + 1.5 * script.step_seconds + script.save_seconds
+        if config.snapshot_every != NEVER:  # at its end a rank writes those for which its steps left no time
+            writing = 1.5 * WRITE_SECONDS
+            waited += writing + script.steps * max(0.0, writing - 0.5 * script.step_seconds)
         # who has not come yet is waited for since the start
         if min(at - patience, struck.at) - self._job.begun < 2 * script.start_seconds:
             waited += 2 * script.start_seconds
