@@ -122,10 +122,10 @@ class Membership:
             self.leaves(member.rank, why)
 
     def _lose_left(self, now: float) -> None:
-        """Remove ranks that exited early from the job if other ranks wait for them."""
+        """Remove ranks that exited early from the job if others wait for them or, with gossip, connect anew to train."""
         here, members = self._here, self._rendezvous.members
-        # If nobody waits, a rank that left after its training is missed once ranks that still train connect anew.
-        apart = any(not members[rank].finished for rank in (*self._left, *self._requests))
+        began = (rank for rank in self._requests if not members[rank].joined)
+        apart = any(not members[rank].finished for rank in (*self._left, *began))
         if here and apart if self._apart else self._requests or any(m.waits(now) and not m.finished for m in here):
             left, self._left = self._left, {}
             for rank, why in left.items():
