@@ -122,7 +122,7 @@ class Membership:
             self.leaves(member.rank, why)
 
     def _lose_left(self, now: float) -> None:
-        """Remove ranks that exited early from the job if others wait for them or, with gossip, connect anew to train."""
+        """Remove ranks that exited early if others wait for them or, with gossip, connect anew and still train."""
         here, members = self._here, self._rendezvous.members
         began = (rank for rank in self._requests if not members[rank].joined)
         apart = any(not members[rank].finished for rank in (*self._left, *began))
