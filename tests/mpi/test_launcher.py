@@ -123,7 +123,7 @@ def test_a_signal_to_dadt_run_ends_all_gently(start, number, code):
     run.process.send_signal(number)
     result = run.finish()
     assert result.code == code
-    assert sorted(result.out.splitlines()) == [b"[0] saved", b"[1] saved"]
+    assert sorted(result.out.splitlines()) == [b"[0] saved", b"[1] saved"], result.err
     await_end_of(*workers)
 
 
