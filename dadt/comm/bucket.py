@@ -218,23 +218,30 @@ def split(
     are like the others. A tensor larger than max_bytes gets a bucket of its own. The result depends on the arguments
     only, so all ranks get the same buckets.
     """
-    ends = min(ends, max_bytes) if sum(map(_bytes, tensors)) > max_bytes else 0
-    open_parts: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    sizes = [_bytes(t) for t in tensors]
+    ends = min(ends, max_bytes) if sum(sizes) > max_bytes else 0
+    open_parts: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
     parts: list[list[torch.Tensor]] = []
-    for t in tensors:
+    for t, size in zip(tensors, sizes, strict=True):
         key = (t.dtype, t.device)
-        part = open_parts.setdefault(key, [])
-        size = sum(map(_bytes, part))
-        if part and (size + _bytes(t) > max_bytes or (not parts and 0 < ends <= size)):
+        part, before = open_parts.get(key, ([], 0))
+        if part and (before + size > max_bytes or (not parts and 0 < ends <= before)):
             parts.append(part)
-            part = open_parts[key] = []
+            part, before = [], 0
         part.append(t)
-    parts += open_parts.values()
+        open_parts[key] = part, before + size
+    parts += [part for part, _ in open_parts.values()]
     if ends:
-        *_, last = parts
-        after = next((i for i in range(len(last)) if sum(map(_bytes, last[i:])) <= ends), 0)
-        parts[-1:] = [last[:after], last[after:]] if after else [last]
+        parts[-1:] = _with_small_end(parts[-1], ends)
     return [Bucket(part, part[0].device == direct, turns) for part in parts]
+
+
+def _with_small_end(tensors: list[torch.Tensor], most: int) -> list[list[torch.Tensor]]:
+    """Split off the last tensors that have at most `most` bytes together, if other tensors remain."""
+    left, start = most, len(tensors)
+    while start > 0 and (left := left - _bytes(tensors[start - 1])) >= 0:
+        start -= 1
+    return [tensors[:start], tensors[start:]] if 0 < start < len(tensors) else [tensors]
 
 
 def _bytes(tensor: torch.Tensor) -> int:

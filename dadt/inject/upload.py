@@ -29,9 +29,10 @@ def install(runtime: Runtime) -> None:
     world, ranks, script = runtime.ranks.world, runtime.ranks, runtime.script  # a forked child has another world
 
     def is_anothers() -> bool:
-        if world.island_size and world.island > 0:
+        first = min(ranks.newest.members)
+        if (size := world.island_size) and world.island != first // size:
             return True
-        return world.rank > min(ranks.newest.members) and not (script.knows_rank or script.explicit)
+        return world.rank > first and not (script.knows_rank or script.explicit)
 
     after_import("wandb", partial(_one_run, is_anothers))
     after_import("huggingface_hub.hf_api", partial(_one_push, lambda: runtime.replay.under_way or is_anothers()))

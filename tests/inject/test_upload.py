@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from harness.forked_ranks import ranks
 
+from dadt.comm.peer_deaths import Generation
 from dadt.inject import upload
 
 WANDB = """
@@ -131,6 +133,18 @@ def test_a_script_that_knows_its_rank_does_as_it_says(libraries: Path) -> None:
         return asked(runtime)
 
     assert [done for _, done in ranks(2, script, libraries)] == [DONE, DONE]
+
+
+@pytest.mark.parametrize(("left", "uploads"), [((0, 1), [True, False]), ((1,), [False, True])])
+def test_the_first_island_that_is_left_uploads(libraries: Path, left: tuple[int, ...], uploads: list[bool]) -> None:
+    """Islands of one rank, whose scripts know their ranks within them."""
+
+    def script(runtime):
+        runtime.world, runtime.knows_rank = replace(runtime.world, island_size=1), True
+        runtime.newest = Generation(members=left)
+        return asked(runtime)
+
+    assert [done for _, done in ranks(2, script, libraries)] == [DONE if each else [] for each in uploads]
 
 
 def test_nothing_is_pushed_where_the_script_runs_again_up_to_a_snapshot(libraries: Path) -> None:

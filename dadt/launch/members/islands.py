@@ -3,7 +3,7 @@ the script's own collectives, which the launcher does not see."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.members.member import Member
@@ -16,13 +16,12 @@ def with_islands(ranks: Collection[int], slots: Sequence[Slot]) -> Collection[in
     return sorted({rank - rank % size + i for rank in ranks for i in range(size)}) if size else ranks
 
 
-def is_ahead_of_waiting(member: Member, others: Iterable[Member], size: int, now: float) -> bool:
+def is_ahead_of_waiting(member: Member, members: Sequence[Member], size: int, now: float) -> bool:
     """Return whether another rank of this rank's island waits for its counterparts in an exchange that this rank has
     completed. This rank will then soon wait for the other one, or does so already, and is not to blame for its silence.
-    size: ranks of an island; 0 without islands."""
-    if not size:
-        return False
-    island = (other for other in others if other.rank // size == member.rank // size)
+    members: all ranks of the job, by number. size: ranks of an island; 0 without islands."""
+    first = member.rank - member.rank % size if size else 0
+    island = [other for other in members[first : first + size] if not (other.lost or other.ended)]
     return any(_progress(other) < _progress(member) and other.waits(now) for other in island)
 
 
