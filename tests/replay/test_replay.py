@@ -68,6 +68,27 @@ def test_a_killed_job_ends_as_if_nothing_had_been(launch, algorithm: str, name: 
     assert re.search(r"resumed: [1-5]0 steps replayed", resumed.err), resumed.err
 
 
+LARGE = """
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 2000), nn.ReLU(), nn.Linear(2000, 2000), nn.Linear(2000, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for step in range(14):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).pow(2).mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+tell(model)
+"""
+
+
+def test_what_is_copied_beside_the_next_step_is_that_of_the_last_one(launch) -> None:
+    """Clipping has the expected gradient summed up at once, in the memory of the weights that the next forward sees."""
+    script, options = HEAD + LARGE, ["-np", "2", "--warmup-steps", "3", "--seed", "7"]
+    whole = launch(script, *options, "--snapshot-every", "9steps", "train.py")
+    resumed = launch(script, *options, "--resume", whole.job, "train.py")
+    assert ends(resumed) == ends(whole)
+
+
 ARRAYS = """
 order = torch.randperm(160).tolist()
 model = net(8, 16, 4)

@@ -136,6 +136,8 @@ class SeenSnapshot:
             self.content["tensors"] = copies.now({**without(every, kept.keys()), **official})
             self.content["optimizers"] = copies.later(states)
             self._predictions = copies.now({number: each.prediction for number, each in self._training.items()})
+        # The next forward replaces these by predicted weights in the C++ core, which the version counters do not count.
+        copies.now([each.own["prediction"].get("expected", []) for each in self._training.values()])
         self.content["training"] = copies.later({number: each.own for number, each in self._training.items()})
         copies.begin()
 
