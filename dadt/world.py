@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -105,6 +105,14 @@ class World:
         """Number of consecutive ranks over which one copy of the model is sharded; 1 if every rank holds the whole
         model."""
         return self.island_size or self.shard_size or 1
+
+    def is_of_first(self, firsts: Collection[int]) -> bool:
+        """Return whether this rank stores a part of the first copy of the model on its host; if each rank holds the
+        whole model, whether it is the host's first rank. firsts: the first rank of each host; empty while no ranks were
+        lost and none have joined."""
+        if firsts:
+            return any(first // self.parts == self.rank // self.parts for first in firsts)
+        return self.local_rank < self.parts and not self.joins
 
     @property
     def island(self) -> int:

@@ -26,6 +26,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, getattr(tensor, PART, tensor))
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a sharded tensor, for which all ranks that store parts of it must make the same call."""
+    return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
+
+
 def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's part of the parameter's gradient; None without a gradient."""
     return None if parameter.grad is None else local(parameter.grad)
@@ -56,6 +61,16 @@ def place(tensor: torch.Tensor) -> str:
         return ""
     sharded = cast(Any, tensor)
     return f"{tuple(local(tensor).shape)} by {sharded.placements} of {tuple(sharded.device_mesh.shape)}"
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor's values are stored. FSDP frees the memory of gathered weights, but keeps the tensors,
+    and reading from those would crash the process."""
+    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return True
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = tensor.storage_offset() + last + 1
+    return tensor.untyped_storage().nbytes() >= end * tensor.element_size()
 
 
 def gather_anew(modules: Iterable[Any]) -> None:

@@ -134,14 +134,17 @@ def check_restarts(most: int, nnodes: int) -> None:
 
 ISLAND_VALUES: Mapping[str, Collection[object]] = {
     "redistribute": (False,),
-    "resume": ("",),
-    "snapshot_every": ("auto", "never"),
     "weigh": ("auto", "samples"),
 }
 """The values of these options that are valid in a job with islands."""
 UNEQUAL = ("speed", "memory")
 """Values of `--batch` with which ranks may get different numbers of samples."""
-UNEQUAL_VALUES: Mapping[str, Collection[object]] = {"island": ("off",), **ISLAND_VALUES}
+UNEQUAL_VALUES: Mapping[str, Collection[object]] = {
+    "island": ("off",),
+    "resume": ("",),
+    "snapshot_every": ("auto", "never"),
+    **ISLAND_VALUES,
+}
 """The values of these options that are valid if ranks may get different numbers of samples."""
 
 

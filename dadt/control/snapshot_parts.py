@@ -24,7 +24,8 @@ class Source:
     """The parts of a snapshot from which one rank resumes."""
 
     common: int
-    """The rank whose part contains the state that all ranks have in common."""
+    """The rank whose part contains the state that all ranks have in common, or all that hold the same part of the model
+    as the resuming rank."""
     own: int | None
     """The resuming rank's own number if it has a part in the snapshot; None if the rank was lost when the snapshot was
     taken."""
@@ -68,7 +69,9 @@ def source(parts: Mapping[int, Part], rank: int, world_size: int) -> Source:
     """Return the parts from which this rank resumes. parts: the descriptions of the existing parts, by rank; not empty.
     world_size: the number of ranks that resume."""
     together = taken_together(parts)
-    common = next((each for each, part in together.items() if part["common"]), next(iter(together)))
+    # with islands, only ranks at the same place in theirs hold the same part of the model
+    equals = {each: part for each, part in together.items() if (each - rank) % part["parts"] == 0} or together
+    common = next((each for each, part in equals.items() if part["common"]), next(iter(equals)))
     is_there = rank in together
     told = together[rank if is_there else common]
     all_took = list(told["members"]) == list(range(world_size)) and told["shares"] == told["world"] == world_size

@@ -1,8 +1,9 @@
 """The files of a snapshot, from which a job resumes. An incomplete snapshot counts as missing.
 
 <the job's folder>/snapshots/000000000120/     the snapshot after 120 optimizer steps
-    rank0.pt       content of rank 0; on the first rank of each host also what all ranks have in common. Ranks that
-                   were lost have no part.
+    rank0.pt       content of rank 0; on the first rank of each host also what all ranks have in common. In a job with
+                   islands, on each rank of the host's first island what the ranks at its place have in common. Ranks
+                   that were lost have no part.
     rank0.json     length and checksum of rank0.pt, the attempt to run the job and the generation of ranks that took it,
                    and a digest of the input of the first training forward after the snapshot, which is therefore
                    complete only after this forward.
@@ -107,7 +108,7 @@ def about(folder: Path, rank: int) -> dict[str, Any]:
     try:
         if not _is_file(path) or path.stat().st_size > _LARGEST:
             raise ValueError(path)
-        told = {"attempt": 0, "generation": 0, **json.loads(path.read_text())}
+        told = {"attempt": 0, "generation": 0, "parts": 1, **json.loads(path.read_text())}
         version, size = told["version"], told["size"]
         found = content_of(folder, rank).stat().st_size if _is_file(content_of(folder, rank)) else -1
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -144,6 +145,7 @@ ABOUT: Mapping[str, schema.Check] = {
     "members": _are_ranks,
     "shares": schema.whole(1, MOST_RANKS),
     "world": schema.whole(1, MOST_RANKS),
+    "parts": schema.whole(1, MOST_RANKS),
     "common": schema.flag,
     "script": _TEXT,
     "arguments": schema.listed(_TEXT, _LARGEST),

@@ -99,7 +99,7 @@ def _load(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     every = [optimizer, *(each for _, each in _wrapped(optimizer, DEPTH))]
     before = [(each, vars(each).get("state"), vars(each).get(_GROUPS)) for each in every]
     if _is_of_torch(state) and _GROUPS not in state:
-        state = {**state, "state": _sharded(optimizer, state["state"]), _GROUPS: optimizer.state_dict()[_GROUPS]}
+        state = {**sharded(optimizer, state), _GROUPS: optimizer.state_dict()[_GROUPS]}
     optimizer.load_state_dict(dict(state))
     for each, old, groups in before:
         if isinstance(old, dict) and each.state is not old:
@@ -217,20 +217,20 @@ def _parts(values: Any) -> Any:
     return {name: shards.local(v) if isinstance(v, torch.Tensor) else v for name, v in values.items()}
 
 
-def _sharded(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a state dict's entries for each parameter, in which tensors that have the shape of this rank's part of a
-    sharded parameter become sharded tensors, too."""
+def sharded(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict in which tensors that have the shape of this rank's part of a sharded parameter are sharded
+    tensors, too."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(map(shards.is_sharded, parameters)):
+    if not any(map(shards.is_sharded, parameters)) or not _is_of_torch(state):
         return dict(state)
-    made = dict(state)
-    for key, values in state.items():
+    made = dict(state["state"])
+    for key, values in state["state"].items():
         p = parameters[key] if isinstance(key, int) else None
         if p is not None and isinstance(values, dict):
             shape = shards.local(p).shape
             parts = {name for name, v in values.items() if isinstance(v, torch.Tensor) and v.shape == shape}
             made[key] = {name: shards.like(p, v) if name in parts else v for name, v in values.items()}
-    return made
+    return {**state, "state": made}
 
 
 def _is_of_torch(state_dict: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ class ReplayState:
     def __init__(self, ranks: Ranks) -> None:
         self._say = ranks.say
         asked = bool(ranks.config.resume or ranks.config.snapshot_dir)
-        self.possible = asked and not ranks.world.island_size and ranks.config.batch not in UNEQUAL
+        self.possible = asked and ranks.config.batch not in UNEQUAL
         """Whether this job resumes by replaying the script, or takes snapshots so that a later job can do so."""
         self.under_way = False
         """Whether a replay is running, in which ranks exchange nothing and train nothing."""

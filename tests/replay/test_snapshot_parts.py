@@ -9,7 +9,13 @@ from dadt.control.snapshot_parts import Source
 
 
 def part(
-    members: list[int], generation: int = 0, *, common: bool = False, world: int = 3, attempt: int = 0
+    members: list[int],
+    generation: int = 0,
+    *,
+    common: bool = False,
+    world: int = 3,
+    attempt: int = 0,
+    parts: int = 1,
 ) -> dict[str, Any]:
     """What the part of a rank says."""
     return {
@@ -19,6 +25,7 @@ def part(
         "common": common,
         "shares": world,
         "world": world,
+        "parts": parts,
         "next": "batch",
     }
 
@@ -61,3 +68,12 @@ def test_each_rank_goes_on_exactly_where_all_are_there_that_took_it() -> None:
     assert snapshot_parts.source(parts, 2, 3) == Source(common=1, own=2, is_exact=True, batch="batch")
     assert snapshot_parts.source(parts, 1, 2) == Source(common=1, own=1, is_exact=False, batch="")
     assert snapshot_parts.source(parts, 3, 4) == Source(common=1, own=None, is_exact=False, batch="")
+
+
+def test_a_rank_of_an_island_goes_on_from_an_equal_one() -> None:
+    four = {each: part([0, 1, 2, 3], common=each in (0, 1), world=4, parts=2) for each in range(4)}
+    assert snapshot_parts.source(four, 3, 4) == Source(common=1, own=3, is_exact=True, batch="batch")
+    assert snapshot_parts.source(four, 1, 2) == Source(common=1, own=1, is_exact=False, batch="")
+    left = {each: part([2, 3], 1, common=True, world=4, parts=2) for each in (2, 3)}
+    assert snapshot_parts.source(left, 1, 4) == Source(common=3, own=None, is_exact=False, batch="")
+    assert not snapshot_parts.is_whole({2: left[2]})

@@ -27,6 +27,7 @@ TOLD = {
     "members": [0],
     "shares": 1,
     "world": 1,
+    "parts": 1,
     "common": True,
     "script": "x",
     "arguments": ["--lr", "1"],

@@ -45,8 +45,8 @@ class WorkerSnapshots:
             peers, first, attempt = worker.peers, worker.peers.first, worker.agent.job.number
             told = {
                 "members": list(peers.members), "attempt": attempt, "generation": peers.generation, "common": first,
-                "next": f"{step}", "shares": self.shares, "world": worker.agent.job.size, "seed": worker.config.seed,
-                "step": step,
+                "next": f"{step}", "shares": self.shares, "world": worker.agent.job.size, "parts": 1,
+                "seed": worker.config.seed, "step": step,
             }  # fmt: skip
             weights = tuple(worker.training.weights)
             self._open = Content(worker.rank, step, weights, peers.generation, attempt), told

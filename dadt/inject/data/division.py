@@ -49,8 +49,8 @@ def begun(rank: Runtime, *, by_island: bool = False) -> Division:
     left out. by_island: whether each island has one share, because the script divides the data among the ranks of an
     island, or gives all of them the same data."""
     if by_island:
-        islands = len(rank.ranks.world.equals)
-        return Division(rank.ranks.world.island, islands, islands)
+        world = rank.ranks.world
+        return Division(world.island, len(world.equals), rank.ranks.shares // world.parts)
     return Division(rank.ranks.world.rank, rank.ranks.world.world_size, rank.ranks.shares)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import load, save  # imported by name, before DADT replaces `torch.save`
 
+from dadt.comm.shards import local
 from dadt.control import private_files, snapshots
 from dadt.errors import DadtError, NotResumed
 from dadt.inject.replay.content import check_archive
@@ -91,7 +92,7 @@ def keep(root: Path, rank: int, tensors: Mapping[int, torch.Tensor]) -> None:
         make_folders(path.parent)
         half = path.with_suffix(f".{rank}.half")
         try:
-            host = tensor.detach().as_subclass(torch.Tensor).to("cpu")
+            host = local(tensor).detach().as_subclass(torch.Tensor).to("cpu")
             with private_files.open_file(half, inner=True) as file:
                 written = snapshots.Content(file)
                 save({"values": as_bytes(host).clone(), "like": host.new_empty(0), "shape": list(host.shape)}, written)  # type: ignore[arg-type]

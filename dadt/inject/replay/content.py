@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dadt.comm.shards import local
 from dadt.errors import NotResumed
 from dadt.train.weighing import Rule
 
@@ -85,7 +86,7 @@ def fits(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> bool:
     if not type(optimizer).__module__.startswith("torch.optim."):
         return True
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    shapes = dict(zip(numbers, (p.shape for group in groups for p in group["params"]), strict=True))
+    shapes = dict(zip(numbers, (local(p).shape for group in groups for p in group["params"]), strict=True))
     return all(
         value.shape == shapes.get(number, value.shape)
         for number, values in state["state"].items()

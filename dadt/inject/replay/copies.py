@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from dadt.comm.shards import local
+
 LARGE = 1 << 20
 """Size in bytes from which a tensor may be copied by another thread, and from which the memory of its copy is reused
 for the next snapshot."""
@@ -100,9 +102,10 @@ class Copies:
         return self._copy(tensor, placed)
 
     def _copy(self, tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        if id(tensor) not in self._copied:
-            self._copied[id(tensor)] = tensor, make(tensor)
-        return self._copied[id(tensor)][1]
+        part = local(tensor)
+        if id(part) not in self._copied:
+            self._copied[id(part)] = part, make(part)
+        return self._copied[id(part)][1]
 
     def _work(self) -> None:
         for source, into, _ in self._later:

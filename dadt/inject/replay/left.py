@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from dadt.comm.shards import has_memory
+
 PLAIN = (torch.Tensor, list, tuple, dict)
 """Types of attributes that are searched for tensors."""
 
@@ -17,12 +19,12 @@ PLAIN = (torch.Tensor, list, tuple, dict)
 def left_by(module: nn.Module, call: Callable[[], Any]) -> tuple[Any, list[tuple[nn.Module, str, Any]]]:
     """Call the forward `call`. Return its result, and the attributes with tensors that it has set in this module and
     its submodules."""
-    before = {(id(part), name): _tensors(value) for part, name, value in _attributes(module)}
+    before = {(id(part), name): list(map(id, _tensors(value))) for part, name, value in _attributes(module)}
     result = call()
     changed = [
         (part, name, value)
         for part, name, value in _attributes(module)
-        if (now := _tensors(value)) and now != before.get((id(part), name))
+        if (now := _tensors(value)) and list(map(id, now)) != before.get((id(part), name)) and all(map(has_memory, now))
     ]
     return result, changed
 
@@ -48,8 +50,8 @@ def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
                 yield part, name, value
 
 
-def _tensors(value: Any) -> list[int]:
-    return [id(each) for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
 
 
 _TORCHS = frozenset(nn.Module().__dict__)

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from dadt.comm.shards import local
 from dadt.inject.replay.roster import Roster
+from dadt.train.optimizer_state import sharded
 from dadt.train.runtime import Runtime
 
 
@@ -31,7 +33,7 @@ class Own:
         with torch.no_grad():
             for name, value in {**own.get("weights", {}), **own["buffers"]}.items():
                 if name in tensors:
-                    tensors[name].data.copy_(value)
+                    local(tensors[name]).data.copy_(value)
         r.buffers.restore(
             (module, names, on(module, official), on(module, mine))
             for number, names, official, mine in own["averaged"]
@@ -43,7 +45,7 @@ class Own:
                 r.checkpoints.keep_own(optimizer, training)
             if (state := states.get(r.optimizers.number(optimizer))) is not None:
                 with r.checkpoints.aside():
-                    optimizer.load_state_dict(state)
+                    optimizer.load_state_dict(sharded(optimizer, state))
         r.events.on_claim.append(self._keep)
         r.checkpoints.on_resumed.append(self._put_back)
 

@@ -42,7 +42,7 @@ class Pace:
         ranks = self._runtime.ranks
         took = (self._times[-1] - self._times[0]) / max(len(self._times) - 1, 1)
         text = plain.encode(took, "the time of a step")
-        others = None if ranks.alone else ranks.allgather(f"time of a step at {ranks.step}", text)
+        others = None if ranks.alone else ranks.gather_from_all(f"time of a step at {ranks.step}", text)
         self._asked = ranks.step, took, others
 
     def told(self, *, at_once: bool) -> tuple[int, int] | None:

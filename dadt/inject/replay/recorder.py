@@ -172,12 +172,14 @@ class Recorder:
             self._timing.steps, self._timing.next = found
 
     def _take(self, step: int) -> None:
-        content = self._taken.observe(sys._getframe(), self._room, common=self._ranks.first)
-        self._open = Open(content, self._told(step, common=self._ranks.first), self._runtime.script.backwards)
+        common = self._ranks.world.is_of_first(self._ranks.newest.firsts)
+        content = self._taken.observe(sys._getframe(), self._room, common=common)
+        self._open = Open(content, self._told(step, common=common), self._runtime.script.backwards)
 
     def _told(self, step: int, *, common: bool) -> dict[str, Any]:
-        ranks = self._ranks
-        members = {"members": list(ranks.members), "shares": ranks.shares, "world": ranks.world.world_size}
+        ranks, parts = self._ranks, self._ranks.world.parts
+        every = [rank for each in ranks.members for rank in range(each - each % parts, each - each % parts + parts)]
+        members = {"members": every, "shares": ranks.shares, "world": ranks.world.world_size, "parts": parts}
         members |= {"attempt": ranks.world.restarts, "generation": ranks.generation}
         told = {"step": step, "seed": ranks.config.seed, "began": self._began, "common": common}
         return {**told, **members, **self._script}

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dadt.comm.shards import gather_anew, local
 from dadt.errors import DadtError, NotResumed, PeerLost
 from dadt.inject.data.seed import State, Streams
 from dadt.inject.replay import variables
@@ -34,6 +35,7 @@ from dadt.inject.replay.recorder import digest
 from dadt.inject.replay.roster import Roster
 from dadt.inject.replay.snapshot import StoredSnapshot
 from dadt.inject.replay.values import ReadValues
+from dadt.train.optimizer_state import sharded
 from dadt.train.runtime import Runtime
 
 NEWS_SECONDS = 2.0
@@ -82,7 +84,7 @@ class Replay:
         if key not in known:
             self._inside = True
             try:
-                result, left = left_by(module, lambda: call(*args, **kwargs))
+                result, left = left_by(module, lambda: _gathered_for(module, lambda: call(*args, **kwargs)))
             finally:
                 self._inside = False
             known[key] = _detached(result), [(weakref.ref(part), name, _detached(value)) for part, name, value in left]
@@ -241,16 +243,16 @@ class Replay:
         with torch.no_grad():
             for name, value in common["tensors"].items():
                 if name in tensors and tensors[name] is not value:
-                    tensors[name].data.copy_(value)
+                    local(tensors[name]).data.copy_(value)
             for name, value in own["variables"].items():
-                if name in mine and mine[name].shape == value.shape:
-                    mine[name].data.copy_(value)
+                if name in mine and local(mine[name]).shape == value.shape:
+                    local(mine[name]).data.copy_(value)
         self._roster.restore(own.get("counts", {}))
         for optimizer, state in _pairs(self._optimizers, common["optimizers"]):
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     p.grad = None
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(sharded(optimizer, state))
         if self.goal.is_exact:
             Own(self._runtime, self._roster).put_in_place(own)
         for scheduler, state in _pairs(self._roster.schedulers(), common["schedulers"]):
@@ -283,7 +285,7 @@ class Replay:
         """Raise NotResumed if the script has built other modules, optimizers or schedulers than those in the
         snapshot."""
         gc.collect()  # one of the two runs may not have freed its garbage yet
-        mine = {name: tuple(t.shape) for name, t in self._roster.tensors()}
+        mine = {name: tuple(local(t).shape) for name, t in self._roster.tensors()}
         theirs = {name: tuple(t.shape) for name, t in common["tensors"].items()}
         gone = {name for name in theirs if name not in mine and self._roster.was_built(name)}
         trained = set(map(id, self._parameters()))
@@ -319,6 +321,13 @@ class Replay:
             self._zeros[p] = torch.zeros_like(p)
         zero: torch.Tensor = self._zeros[p]
         return zero
+
+
+def _gathered_for(module: nn.Module, call: Callable[[], Any]) -> Any:
+    """Call a forward that no backward follows, and let FSDP free the weights that it has gathered for it."""
+    result = call()
+    gather_anew(module.modules())
+    return result
 
 
 def _pairs(objects: Mapping[int, Any], states: Mapping[int, Any]) -> list[tuple[Any, Any]]:

@@ -91,6 +91,11 @@ def read(folder: Path, rank: int) -> dict[str, Any]:
     return check_content(path, content, told["step"], common=told["common"])
 
 
+def islands(size: int) -> str:
+    """Return how a job is divided, as text. size: number of ranks of each island; 1 without islands."""
+    return f"islands of {size} ranks" if size > 1 else "no islands"
+
+
 class StoredSnapshot:
     """A stored snapshot, as the point up to which a replay runs the script."""
 
@@ -114,6 +119,8 @@ class StoredSnapshot:
             if runtime.script.knows_rank:
                 self._own.pop("counts", None)
         told = parts[source.common if source.own is None else source.own]
+        if told["parts"] != (mine := runtime.ranks.world.parts):
+            raise NotResumed(f"the snapshot is one of {islands(told['parts'])}, and this job has {islands(mine)}")
         if not runtime.ranks.config.force:
             check(told)
         self.is_exact = source.is_exact

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from dadt.comm.shards import whole
 from dadt.errors import NotResumed
 from dadt.inject.optimizer import is_caller
 from dadt.inject.patch import replaces
@@ -103,6 +104,7 @@ class ReadValues:
             if self._aside or self.is_elsewhere(sys._getframe(1)) or self._in_step():
                 return read.__wrapped__(tensor, *args, **kwargs)
             with self.aside():  # torch's own methods for reading may call each other
+                tensor = whole(tensor)
                 if self.replaying:
                     return read.__wrapped__(self._known(tensor), *args, **kwargs)
                 self._record(tensor)

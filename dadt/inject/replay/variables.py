@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from dadt.comm.shards import has_memory, local
+
 SMALL = 1 << 20
 """Size in bytes up to which any tensor is considered; larger ones are usually data or results of a model. A larger
 tensor is considered only if it has the shape of a model's tensor, since it may be a copy, such as the best weights so
@@ -28,11 +30,12 @@ def held(
     the script reaches the same place again. models: the models' tensors, which are left out. attributes: tensors in
     attributes of modules, with their names.
     """
-    known, kinds = set(map(id, models)), {(t.shape, t.dtype) for t in models}
+    known, kinds = set(map(id, models)), {(local(t).shape, t.dtype) for t in models}
 
     def counts(tensor: torch.Tensor) -> bool:
-        small = tensor.numel() * tensor.element_size() <= SMALL
-        return id(tensor) not in known and (small or (tensor.shape, tensor.dtype) in kinds)
+        part = local(tensor)
+        small = part.numel() * part.element_size() <= SMALL
+        return id(tensor) not in known and has_memory(part) and (small or (part.shape, part.dtype) in kinds)
 
     for name, tensor in attributes:
         if counts(tensor):

@@ -39,6 +39,9 @@ def configured(
         files.set_aside(root, own, restarts)
     asked = source(config)[1] if config.resume and own is None and not refused else own
     config = replace(config, snapshot_dir="" if config.snapshot_every == NEVER else str(root), resume=str(asked or ""))
+    if asked is not None and config.island == "auto" and (size := files.told(asked)["parts"]) > 1:
+        # the first job has found that the script shards its model, and begun again in islands of this size
+        config = replace(config, island=str(size))
     if asked is not None and config.seed < 0:
         # With the seed of the snapshot's job, the script draws the same random numbers as before.
         config = replace(config, seed=files.told(asked)["seed"])
@@ -48,7 +51,8 @@ def configured(
 def settled(config: Config, ranks: int, restarts: int, files: SnapshotFiles = snapshots) -> Config:
     """Return the configuration that workers receive, once their number is known. If the snapshot was taken by fewer
     workers than there are now, this raises ConfigError or, after a restart, does without the snapshot."""
-    shares = files.told(Path(config.resume))["shares"] if config.resume else 0
+    told = files.told(Path(config.resume)) if config.resume else {"shares": 0, "parts": 1}
+    shares, island = told["shares"], told["parts"]
     if config.resume and shares < ranks:
         if not restarts:
             problem = f"the snapshot {config.resume} is one of {shares} workers, and there are {ranks}: give fewer"
@@ -56,8 +60,8 @@ def settled(config: Config, ranks: int, restarts: int, files: SnapshotFiles = sn
         if config.snapshot_dir:
             files.set_aside(Path(config.snapshot_dir), None, restarts)
         config = replace(config, resume="")
-    # With a single worker nothing is averaged, so averages are neither delayed nor compressed.
-    if ranks == 1 and config.resume and shares > 1:
+    # With a single worker or island nothing is averaged, so averages are neither delayed nor compressed.
+    if ranks == island and config.resume and shares > island:
         config = replace(config, algorithm="sync", compression="none")
     return config
 
