@@ -68,6 +68,26 @@ def test_a_killed_job_ends_as_if_nothing_had_been(launch, algorithm: str, name: 
     assert re.search(r"resumed: [1-5]0 steps replayed", resumed.err), resumed.err
 
 
+@pytest.mark.parametrize(
+    ("compression", "name"),
+    [
+        ("int4", "one-cycle"),
+        pytest.param("int8", "tutorial", marks=pytest.mark.slow),
+        pytest.param("powersgd:1", "tutorial", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_step_alone_go_on_with_what_compression_owes(launch, compression: str, name: str) -> None:
+    """Bit for bit, each from its own weights, with Adam and with SGD."""
+    begins = ["--algorithm", "local", "--sync-every", "3", "--overlap-steps", "0", "--compression", compression]
+    script = HEAD + SCRIPTS[name]
+    expected = ends(launch(script, *begins, *WITHOUT, "train.py"))
+    killed = launch(script, *begins, *OPTIONS, "train.py", DIE="26")
+    assert killed.code != 0
+    resumed = launch(script, *begins, *OPTIONS[:-2], "--resume", killed.job, "train.py")
+    assert ends(resumed) == expected
+    assert re.search(r"resumed: [12]0 steps replayed", resumed.err), resumed.err
+
+
 LARGE = """
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 2000), nn.ReLU(), nn.Linear(2000, 2000), nn.Linear(2000, 3))

@@ -42,7 +42,14 @@ TRAINING: dict[str, Any] = {
     "in_flight": {"not_finite": [0], "learned": {0: []}},
     "follows": False,
     "momentum": {"own": [torch.ones(2), None], "taken": [3, 0], "on_way": [None, None]},
-    "algorithm": {"before": [1, None], "expected": [1], "pause": 1, "left": 0, "watches": True},
+    "algorithm": {
+        "before": [1, None],
+        "expected": [1],
+        "pause": 1,
+        "left": 0,
+        "watches": True,
+        "fragments": {0: {"round": [1, 4, 4, 0, 0], "owes": [None]}},
+    },
     "weighing": {"rule": "STEPS", "unit": 8.0, "usual": 0.5},
 }
 """What an optimizer's training is."""
@@ -110,7 +117,7 @@ def test_each_part_of_a_ranks_training_is_needed_and_of_its_kind(tmp_path: Path,
     within = {"prediction": {"looks": "x"}, "owes": [{"owed": torch.zeros(4, dtype=torch.uint8)}]}
     within |= {
         "in_flight": {"learned": 3},
-        "algorithm": {"pause": []},
+        "algorithm": {"fragments": {0: {"round": [1], "owes": [None]}}},
         "weighing": {**TRAINING["weighing"], "unit": 0.0},
     }
     for number, other in enumerate((None, "text", 7, torch.zeros(2), within.get(name, []))):

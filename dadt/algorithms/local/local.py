@@ -352,6 +352,16 @@ class Local(Sync):
             if row.velocity is not None and (velocity := state["velocities"].get(number)) is not None:
                 row.velocity.copy_(velocity)
 
+    def observe(self) -> dict[str, Any]:
+        own = {number: fragment.observe() for number, fragment in self._fragments.items()}
+        return {"fragments": own} if own else super().observe()
+
+    def restore(self, own: dict[str, Any]) -> None:
+        if "fragments" not in own:
+            super().restore(own)
+        for number, fragment in own.get("fragments", {}).items():
+            self._fragments[number].restore(fragment)
+
 
 class LocalFinalAverage:
     """The last exact average of all ranks' weights, at the end of the process, if the optimizer still exists on all

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -282,6 +282,21 @@ class Fragment(BucketExchange):
             elif self._works:
                 velocity = self.outer.velocity(velocity, bucket.deliver(i, _OWN))
             yield row, anchor, velocity
+
+    def observe(self) -> dict[str, Any]:
+        """Return this rank's own state for a snapshot, while no exchange is under way: its position in the round, and
+        what compression has lost so far. The tensors are no copies and stay in use."""
+        return {
+            "round": [self.since, self.every, self.next_every, self.overlap, self.took],
+            "owes": [None if form is None else form.observe() for form in self._forms],
+        }
+
+    def restore(self, own: Mapping[str, Any]) -> None:
+        """Continue bit for bit from a snapshot. own: the value that `observe` returned."""
+        self.since, self.every, self.next_every, self.overlap, self.took = own["round"]
+        for form, owed in zip(self._forms, own["owes"], strict=True):
+            if form is not None and owed is not None:
+                form.restore(owed)
 
     def progress(self) -> Iterator[tuple[OuterRow, torch.Tensor, torch.Tensor]]:
         """Yield each row with this rank's progress and the mean progress of the exchange that was received."""

@@ -236,6 +236,11 @@ def _is_owed(value: Any) -> bool:
     )
 
 
+def _is_round(value: Any) -> bool:
+    """Return whether a value is a position in a round of `local`: five numbers of steps."""
+    return isinstance(value, list | tuple) and len(value) == 5 and all(map(_is_step, value))
+
+
 _PREDICTION = _with(
     *("looks", "changed", "ahead"),
     **dict.fromkeys(("ahead", "expected", "previous"), _is_rows),
@@ -249,7 +254,15 @@ _IN_FLIGHT = {"not_finite": _is_numbers, "learned": _numbered(_any_of(list, tupl
 _OWES = _with(scale=_or_none(_is_factor), forgets=_is_bool, owed=_or_none(_is_owed), bases=_is_rows)
 _MOMENTUM = _with(own=_is_rows, taken=_is_numbers, on_way=_is_rows)
 _WEIGHING = _with("rule", "unit", "usual", rule=_is_rule, unit=_is_positive, usual=_is_positive)
-_ALGORITHM = _with(before=_is_numbers, expected=_is_numbers, pause=_is_step, left=_is_step, watches=_is_bool)
+_FRAGMENT = _with("round", "owes", round=_is_round, owes=_each(_or_none(_OWES)))
+_ALGORITHM = _with(
+    before=_is_numbers,
+    expected=_is_numbers,
+    pause=_is_step,
+    left=_is_step,
+    watches=_is_bool,
+    fragments=_numbered(_FRAGMENT),
+)
 
 
 _TRAINING: Mapping[str, Kind] = {
