@@ -23,16 +23,15 @@ from typing import Any, Protocol
 import torch
 
 from dadt.comm.bucket import Bucket, Staged
-from dadt.comm.compression import INT8, OF_MOMENTUM
+from dadt.comm.compression import OF_MOMENTUM
 from dadt.train.algorithm import Attached
-from dadt.train.moment import Moment, beside, moments_of, unsuited, wide
+from dadt.train.moment import Moment, beside, moments_of, unsuited
 from dadt.train.optimizers import Optimizers
+from dadt.train.own_moments import REFRESH, OwnMoments
 from dadt.train.restored import numbers_of
 from dadt.train.shown_gradients import ShownGradients
 from dadt.train.trained import sparse_tables
 
-REFRESH = 50
-"""Number of steps from one refresh of the second moment v to the next."""
 _LOOK = 10
 """Number of steps between two decisions whether the beginning, in which gradients are sent, ends."""
 _BEGINNING = 0.1
@@ -49,40 +48,53 @@ class Sender(Attached, Protocol):
 
 
 class Momentum:
-    """State by which one optimizer's momentum is exchanged: this rank's own second moments, and the factors by which
-    their mean becomes the v of all ranks. Does nothing with another compression, or if the momentum of such an
-    optimizer cannot be sent."""
+    """State by which one optimizer's momentum is exchanged, and ranks that step alone share Adam's second moment. Does
+    nothing if neither is asked for, or if the optimizer's step is not known."""
 
     def __init__(self, attachment: Sender) -> None:
         self._attachment = attachment
         self._ranks = attachment.ranks
-        self._asked = attachment.compression in OF_MOMENTUM and not attachment.ranks.alone
-        """Whether momentum will be sent in place of gradients, once the beginning is over."""
+        self._asked = self._shares = self._considered = False
+        """Whether momentum will be sent in place of gradients, once the beginning is over; whether ranks use a common v
+        while each steps without averaging gradients; whether either may still be chosen."""
         self.begun = False
         """Whether the beginning, in which gradients are sent, is over."""
         self.shown = ShownGradients(attachment)
         """Scales the averages that the script sees before the optimizer's step."""
-        self._own: dict[torch.Tensor, torch.Tensor] = {}
-        self._taken: dict[torch.Tensor, int] = {}
-        """For each parameter, the number of gradients in this rank's own second moment."""
-        self._factors: dict[torch.Tensor, float] = {}
-        """For each parameter, the ratio of all ranks' v to the mean of the ranks' own v; empty if not measured."""
+        self._own = OwnMoments(attachment)
         self._on_way: dict[torch.Tensor, torch.Tensor] = {}
         """This rank's part of the momentum in the exchange under way, if averages arrive late."""
         self._sizes: list[dict[torch.Tensor, float]] = []
         """The sum of each tensor's v at each of the last three decisions whether the beginning ends."""
         self._rates: list[float] = []
-        adaptive = any("betas" in group for group in attachment.optimizer.param_groups)
-        self._shares = attachment.algorithm.shares and adaptive and not attachment.ranks.alone
-        """Whether ranks use a common v while each steps without averaging gradients."""
-        sparse = "its embeddings have sparse gradients" * bool(sparse_tables(attachment.modules, attachment.parameters))
-        if (self._asked or self._shares) and (why := unsuited(attachment.optimizer) or sparse):
-            name = (
-                f"--compression {attachment.compression}{attachment.name}: gradients are sent in 4 bits, as with int4"
-            )
-            apart = f"local{attachment.name}: each rank divides by its own second moment"
+        self.ask(attachment.compression, alone=attachment.algorithm.shares)
+
+    @property
+    def unsuited(self) -> str:
+        """The reason why this optimizer's momentum cannot be sent, nor its v shared; empty if both can."""
+        a = self._attachment
+        sparse = "its embeddings have sparse gradients" * bool(sparse_tables(a.modules, a.parameters))
+        return unsuited(a.optimizer) or sparse
+
+    def ask(self, compression: str, *, alone: bool) -> None:
+        """Exchange momentum if this compression sends it, and share v if ranks step alone. All ranks call this in the
+        same step."""
+        adaptive = any("betas" in group for group in self._attachment.optimizer.param_groups)
+        self._asked = compression in OF_MOMENTUM and not self._ranks.alone
+        self._shares = alone and adaptive and not self._ranks.alone
+        self._considered = False
+        if (self._asked or self._shares) and (why := self.unsuited):
+            name = f"--compression {compression}{self._attachment.name}: gradients are sent in 4 bits, as with int4"
+            apart = f"local{self._attachment.name}: each rank divides by its own second moment"
             self._ranks.say(f"{name if self._asked else apart}, since {why}")
             self._asked = self._shares = False
+        if not (self._asked or self._shares):
+            self._own.clear()
+            self.begun = False
+
+    def consider(self) -> None:
+        """Compute second moments of the rank's own gradients already now, since `ask` may need them later."""
+        self._considered = not (self._ranks.alone or self.unsuited)
 
     @property
     def _active(self) -> bool:
@@ -91,11 +103,12 @@ class Momentum:
     @property
     def _watches(self) -> bool:
         """Whether this rank has to compute second moments of its own gradients."""
-        return self._active or (self._shares and not self._attachment.has_closure)
+        apart = self._shares or self._considered
+        return self._active or (apart and not self._attachment.has_closure)
 
     def shares(self, parameter: torch.Tensor) -> bool:
         """Whether all ranks use a common v (Adam's second moment) of this parameter, though each steps by itself."""
-        return self._shares and self._watches and parameter in self._factors
+        return self._shares and self._watches and parameter in self._own.factors
 
     @property
     def sends(self) -> bool:
@@ -133,36 +146,8 @@ class Momentum:
     def see(self) -> None:
         """Add this rank's own gradients, which `.grad` contains, to its second moments. Called in each step."""
         if self._watches and self._attachment.algorithm.averages:
-            self.shown.measure(self._factors)
-            self._add(self._attachment.scale)
-
-    def _add(self, scale: torch.Tensor | None) -> None:
-        for moment, parameters, _ in moments_of(self._attachment.optimizer):
-            there = [p for p in parameters if p.grad is not None]
-            if not moment.beta2 or not there:
-                continue
-            gradients = self._decayed([wide(p.grad) for p in there], there, moment, scale)
-            for p, g in zip(there, gradients, strict=True):
-                if p not in self._own:
-                    self._own[p] = torch.zeros_like(g)
-                self._taken[p] = self._taken.get(p, 0) + 1
-            own = [self._own[p] for p in there]
-            torch._foreach_mul_(own, moment.beta2)
-            torch._foreach_addcmul_(own, gradients, gradients, 1 - moment.beta2)
-
-    def _decayed(
-        self, gradients: list[torch.Tensor], parameters: Sequence[torch.Tensor], moment: Moment, scale: Any
-    ) -> list[torch.Tensor]:
-        """Return the gradients as momentum gets them: without loss scale, clipped, with weight decay."""
-        # With a GradScaler, infinite gradients occur, which would make this rank's own v infinite forever.
-        if scale is not None:
-            gradients = [(g / scale.to(g.device)).nan_to_num_(0.0, 0.0, 0.0) for g in gradients]
-        if self.shown.early and self._attachment.algorithm.averages:
-            gradients = [g * beside(self.shown.clip, g) for g in gradients]
-        if moment.decay:
-            weights = [wide(p) for p in parameters]
-            gradients = list(torch._foreach_add(gradients, weights, alpha=moment.sign * moment.decay))
-        return gradients
+            self.shown.measure(self._own.factors)
+            self._own.add(self._attachment.scale, self.shown.clip if self.shown.early else None)
 
     @torch.no_grad()
     def stage(
@@ -220,7 +205,7 @@ class Momentum:
         if averages:
             self.shown.before_step()
         else:
-            self._add(scale)
+            self._own.add(scale, None)
         if averages and not self.sends:
             return
         for moment, parameters, _ in moments_of(optimizer):
@@ -255,7 +240,7 @@ class Momentum:
         if not (self._asked and self._active):
             return
         if self.begun:
-            if not self._factors or a.step % REFRESH == 0:
+            if not self._own.factors or a.step % REFRESH == 0:
                 self.share()
         elif a.step % _LOOK == 0 and all(self._ranks.collect(f"whether momentum is sent{a.name}", self._settled())):
             self.begun = True
@@ -290,59 +275,33 @@ class Momentum:
         changes = [abs(math.log(s / before[p])) for p, s in sizes.items() if s > 0 and before.get(p, 0.0) > 0]
         return not sizes or (bool(changes) and sum(changes) / len(changes) < _SETTLED)
 
-    @torch.no_grad()
     def share(self) -> None:
-        """Set v to the mean of the ranks' own second moments, times the tensors' factors. For tensors whose factor is
-        not known, measure the factor instead. All ranks call this together."""
-        if not (self.sends or (self._shares and self._watches)):
-            return
-        rows: list[tuple[Moment, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
-        for moment, parameters, _ in moments_of(self._attachment.optimizer):
-            for p in parameters:
-                state = self._state(p)
-                if not moment.beta2 or "exp_avg_sq" not in state:
-                    if moment.beta2 and self._shares and p.requires_grad:  # another rank may have trained it
-                        rows.append((moment, p, None, torch.zeros_like(wide(p))))
-                    continue
-                v, rest = wide(state["exp_avg_sq"]), 1 - moment.beta2 ** state["step"]
-                v = v / torch.as_tensor(rest, dtype=v.dtype, device=v.device).clamp_min(1e-12)
-                own, taken = self._own.get(p), self._taken.get(p, 0)
-                mine = v if own is None else own / (1 - moment.beta2**taken)
-                rows.append((moment, p, v, torch.where(mine.isfinite(), mine, v).sqrt_()))
-        if not rows:
-            self._factors = dict.fromkeys(self._moments, 1.0)
-            return
-        self._ranks.average([root for *_, root in rows], "second moments", codec=INT8)
-        for moment, p, before, root in rows:
-            if before is None:
-                continue
-            mean = root.square_()
-            if p not in self._factors:
-                ratio = float(before.sum() / mean.sum().clamp_min(1e-30))
-                self._factors[p] = min(max(ratio, 1 / len(self._ranks.members)), 1.0)
-                continue
-            state = self._state(p)
-            rest = beside(1 - moment.beta2 ** state["step"], mean)
-            # If a value that is small within its block is rounded to 0 in 8 bits, v stays as it was.
-            fresh = torch.where(mean > 0, mean * self._factors[p], before)
-            state["exp_avg_sq"].copy_(fresh * rest)
+        """Set v to a value that all ranks compute together from their own second moments. All ranks call this
+        together."""
+        if self.sends or (self._shares and self._watches):
+            self._own.share(trained_elsewhere=self._shares)
 
     # Checkpoints, snapshots, and the loss of ranks ------------------------------------------------------------------
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether this optimizer has state of momentum that a resumed training needs."""
+        return self._asked or self._shares or self._considered
 
     def forget(self) -> None:
         """Forget momentum under way, and factors that ranks might know differently, so that they are measured again.
         Called when ranks were lost."""
-        self._factors = self._factors if self._shares else {}
+        if not self._shares:
+            self._own.factors = {}
         self._on_way = {}
 
     def state(self) -> dict[str, Any]:
         """Return the state that is equal on all ranks, for a checkpoint."""
-        if not (self._asked or self._shares):
+        if not self._keeps:
             return {}
         numbers = numbers_of(self._attachment.optimizer)
-        factors, *sizes = (
-            {numbers[p]: value for p, value in each.items() if p in numbers} for each in (self._factors, *self._sizes)
-        )
+        every = (self._own.factors, *self._sizes)
+        factors, *sizes = ({numbers[p]: value for p, value in each.items() if p in numbers} for each in every)
         return {
             "begun": self.begun,
             "early": self.shown.early,
@@ -354,11 +313,11 @@ class Momentum:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load the state that is equal on all ranks. Call `join` after it, or `restore` with a snapshot."""
-        if not (self._asked or self._shares) or not state:
+        if not self._keeps or not state:
             return
         parameters = self._parameters
         self.begun, self.shown.early, self.shown.clip = state["begun"], state["early"], state["clip"]
-        self._factors, *self._sizes = (
+        self._own.factors, *self._sizes = (
             {parameters[i]: value for i, value in each.items() if i < len(parameters)}
             for each in (state["factors"], *state["sizes"])
         )
@@ -369,32 +328,22 @@ class Momentum:
     def join(self, averages: Mapping[torch.Tensor, torch.Tensor], scale: torch.Tensor | None) -> None:
         """Replace the state of this rank alone by values that are equal on all ranks. averages: the averages of the
         gradients in flight. scale: their loss scale."""
-        if not (self._asked or self._shares):
+        if not self._keeps:
             return
-        self._own, self._taken, self._on_way = {}, {}, {}
+        self._on_way = {}
         for moment, group, _ in moments_of(self._attachment.optimizer):
             for p in group:
                 if p in averages:
                     mean = averages[p].to(p.device) * moment.new
                     self._on_way[p] = mean if scale is None else mean / scale.to(p.device)
-            for p in group:
-                of = self._state(p)
-                if moment.beta2 and "exp_avg_sq" in of:
-                    self._own[p] = wide(of["exp_avg_sq"]).clone() / self._factors.get(p, 1.0)
-                    self._taken[p] = int(of["step"])
+        self._own.join()
 
     def observe(self) -> dict[str, Any]:
         """Return the state of this rank alone, for a snapshot. The tensors are no copies and stay in use."""
-        every = self._parameters
-        return {
-            "own": [self._own.get(p) for p in every],
-            "taken": [self._taken.get(p, 0) for p in every],
-            "on_way": [self._on_way.get(p) for p in every],
-        }
+        return {**self._own.observe(), "on_way": [self._on_way.get(p) for p in self._parameters]}
 
     def restore(self, own: Mapping[str, Any]) -> None:
         """Continue bit for bit from a snapshot. own: the value that `observe` returned."""
-        every = self._parameters
-        self._own = {p: t.to(p.device) for p, t in zip(every, own["own"], strict=True) if t is not None}
-        self._taken = {p: n for p, n in zip(every, own["taken"], strict=True) if n}
-        self._on_way = {p: t.to(p.device) for p, t in zip(every, own["on_way"], strict=True) if t is not None}
+        self._own.restore(own)
+        every = zip(self._parameters, own["on_way"], strict=True)
+        self._on_way = {p: t.to(p.device) for p, t in every if t is not None}

@@ -24,7 +24,7 @@ from dadt.algorithms.local.outer import Fragment, OuterRow
 from dadt.errors import CommError
 from dadt.train.attachment import Attachment
 from dadt.train.moment import is_adam, moments_of, wide
-from dadt.train.momentum import REFRESH
+from dadt.train.own_moments import REFRESH
 
 
 class RoundMoments:

@@ -1,0 +1,140 @@
+"""Second moments v(i) of each rank's own gradients, from which ranks compute a common v for Adam:
+
+    v = f * (mean over ranks of sqrt(v(i)))^2, every REFRESH steps
+
+where f, a number for each tensor, is the ratio of the second moment of averaged gradients to that of own ones, measured
+while ranks still average gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dadt.comm.compression import INT8
+from dadt.train.algorithm import Attached
+from dadt.train.moment import Moment, beside, moments_of, wide
+from dadt.train.restored import numbers_of
+
+REFRESH = 50
+"""Number of steps from one refresh of the second moment v to the next."""
+
+
+class OwnMoments:
+    """One rank's own second moments of one optimizer's gradients, and the factors by which their mean becomes the v of
+    all ranks."""
+
+    def __init__(self, attachment: Attached) -> None:
+        self._attachment = attachment
+        self._of: dict[torch.Tensor, torch.Tensor] = {}
+        self._taken: dict[torch.Tensor, int] = {}
+        """For each parameter, the number of gradients in this rank's own second moment."""
+        self.factors: dict[torch.Tensor, float] = {}
+        """For each parameter, the ratio of all ranks' v to the mean of the ranks' own v; empty if not measured."""
+
+    def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self._attachment.optimizer.state.get(parameter, {})
+        return state
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        return list(numbers_of(self._attachment.optimizer))
+
+    def add(self, scale: torch.Tensor | None, clip: torch.Tensor | float | None) -> None:
+        """Add this rank's own gradients, which `.grad` contains. scale: their loss scale. clip: factor by which the
+        script clips averages; None if it clips none."""
+        for moment, parameters, _ in moments_of(self._attachment.optimizer):
+            there = [p for p in parameters if p.grad is not None]
+            if not moment.beta2 or not there:
+                continue
+            gradients = _decayed([wide(p.grad) for p in there], there, moment, scale, clip)
+            for p, g in zip(there, gradients, strict=True):
+                if p not in self._of:
+                    self._of[p] = torch.zeros_like(g)
+                self._taken[p] = self._taken.get(p, 0) + 1
+            own = [self._of[p] for p in there]
+            torch._foreach_mul_(own, moment.beta2)
+            torch._foreach_addcmul_(own, gradients, gradients, 1 - moment.beta2)
+
+    @torch.no_grad()
+    def share(self, *, trained_elsewhere: bool) -> None:
+        """Set v to the mean of the ranks' own second moments, times the tensors' factors. For tensors whose factor is
+        not known, measure the factor instead. All ranks call this together. trained_elsewhere: whether other ranks may
+        train a parameter that this one does not."""
+        rows: list[tuple[Moment, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
+        for moment, parameters, _ in moments_of(self._attachment.optimizer):
+            for p in parameters:
+                state = self._state(p)
+                if not moment.beta2 or "exp_avg_sq" not in state:
+                    if moment.beta2 and trained_elsewhere and p.requires_grad:
+                        rows.append((moment, p, None, torch.zeros_like(wide(p))))
+                    continue
+                v, rest = wide(state["exp_avg_sq"]), 1 - moment.beta2 ** state["step"]
+                v = v / torch.as_tensor(rest, dtype=v.dtype, device=v.device).clamp_min(1e-12)
+                own, taken = self._of.get(p), self._taken.get(p, 0)
+                mine = v if own is None else own / (1 - moment.beta2**taken)
+                rows.append((moment, p, v, torch.where(mine.isfinite(), mine, v).sqrt_()))
+        if not rows:
+            self.factors = dict.fromkeys(self._parameters, 1.0)
+            return
+        ranks = self._attachment.ranks
+        ranks.average([root for *_, root in rows], "second moments", codec=INT8)
+        for moment, p, before, root in rows:
+            if before is None:
+                continue
+            mean = root.square_()
+            if p not in self.factors:
+                ratio = float(before.sum() / mean.sum().clamp_min(1e-30))
+                self.factors[p] = min(max(ratio, 1 / len(ranks.members)), 1.0)
+                continue
+            state = self._state(p)
+            rest = beside(1 - moment.beta2 ** state["step"], mean)
+            # If a value that is small within its block is rounded to 0 in 8 bits, v stays as it was.
+            fresh = torch.where(mean > 0, mean * self.factors[p], before)
+            state["exp_avg_sq"].copy_(fresh * rest)
+
+    def clear(self) -> None:
+        """Free the memory of moments that are not needed any more."""
+        self._of, self._taken, self.factors = {}, {}, {}
+
+    def join(self) -> None:
+        """Replace this rank's own second moments by values that are equal on all ranks, computed from v."""
+        self._of, self._taken = {}, {}
+        for moment, group, _ in moments_of(self._attachment.optimizer):
+            for p in group:
+                of = self._state(p)
+                if moment.beta2 and "exp_avg_sq" in of:
+                    self._of[p] = wide(of["exp_avg_sq"]).clone() / self.factors.get(p, 1.0)
+                    self._taken[p] = int(of["step"])
+
+    def observe(self) -> dict[str, Any]:
+        """Return the state of this rank alone, for a snapshot. The tensors are no copies and stay in use."""
+        every = self._parameters
+        return {"own": [self._of.get(p) for p in every], "taken": [self._taken.get(p, 0) for p in every]}
+
+    def restore(self, own: Mapping[str, Any]) -> None:
+        """Continue bit for bit from a snapshot. own: the value that `observe` returned."""
+        every = self._parameters
+        self._of = {p: t.to(p.device) for p, t in zip(every, own["own"], strict=True) if t is not None}
+        self._taken = {p: n for p, n in zip(every, own["taken"], strict=True) if n}
+
+
+def _decayed(
+    gradients: list[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    moment: Moment,
+    scale: torch.Tensor | None,
+    clip: torch.Tensor | float | None,
+) -> list[torch.Tensor]:
+    """Return the gradients as momentum gets them: without loss scale, clipped, with weight decay."""
+    # With a GradScaler, infinite gradients occur, which would make this rank's own v infinite forever.
+    if scale is not None:
+        gradients = [(g / scale.to(g.device)).nan_to_num_(0.0, 0.0, 0.0) for g in gradients]
+    if clip is not None:
+        gradients = [g * beside(clip, g) for g in gradients]
+    if moment.decay:
+        weights = [wide(p) for p in parameters]
+        gradients = list(torch._foreach_add(gradients, weights, alpha=moment.sign * moment.decay))
+    return gradients
