@@ -95,6 +95,7 @@ def install(runtime: Runtime) -> Overlay | None:
         start,
         mark_of(world),
         lambda: runtime.ranks.step,
+        folder / f"files-of-island-{world.island}" if world.island_size else None,
     )
     _patch_writing(overlay)
     if overlay.writers.reads_apart:

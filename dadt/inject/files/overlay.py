@@ -10,7 +10,6 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
-from contextlib import suppress
 
 # Imported by name, because DADT later replaces these functions in the module `os`.
 from os import chdir, link, listdir, lstat, mkdir, rename, rmdir, scandir, symlink, truncate, unlink
@@ -21,15 +20,15 @@ from typing import Any
 from dadt.inject.files.for_good import BEGINS, ForGood
 from dadt.inject.files.journal import WrittenJournal
 from dadt.inject.files.listing import FolderListing, ListedFiles
-from dadt.inject.files.reopening import reopen
-from dadt.inject.files.tree import Tree, copy, error, kind, named, on_kept_paths, pattern
+from dadt.inject.files.phase import PhasedTree, in_turn
+from dadt.inject.files.tree import copy, error, kind, named, on_kept_paths, pattern
 from dadt.inject.files.until_closed import HeldFiles, UntilClosed
 from dadt.inject.files.writers import WriteRole, Writers
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-class Overlay(Tree):
+class Overlay(PhasedTree):
     """Functions with the names, arguments and errors of those in `os`, which use the rank's private copies."""
 
     def __init__(
@@ -41,15 +40,16 @@ class Overlay(Tree):
         start: float,
         mark: str = ".dadt-",
         step: Callable[[], int] = lambda: 0,
+        island: Path | None = None,
     ) -> None:
         """start: when the job began, in seconds since the epoch; files that are newer and in no journal were probably
-        written by other ranks, without Python. mark: prefix of temporary folders. step: returns this rank's step."""
-        super().__init__(root, keeps)
-        self.writers = writers
+        written by other ranks, without Python. mark: prefix of temporary folders. step: returns this rank's step.
+        island: folder of the private copies that this rank's island shares; None without islands."""
+        super().__init__(root, keeps, writers, journal.turn, island)
         self.journal = journal
         self.held = HeldFiles(self, writers, journal, mark, step)
         self._for_good = ForGood(journal, writers.is_far, self.removals)
-        self._start, self._was_apart = start, False
+        self._start = start
         # Paths that the first rank has saved or renamed in place of this rank, and that count as this rank's own.
         self._awaited: set[str] = set()
         self._listed = ListedFiles(journal, self._for_good.is_gone)
@@ -171,6 +171,7 @@ class Overlay(Tree):
         return private
 
     @on_kept_paths(truncate)
+    @in_turn
     def truncate(self, path: Any, known: str, length: int) -> None:
         if self.role(known) is WriteRole.APART:
             truncate(self.place(known, keep=True), length)
@@ -179,6 +180,7 @@ class Overlay(Tree):
             truncate(self.where(known), length)
 
     @on_kept_paths(mkdir)
+    @in_turn
     def mkdir(self, path: Any, known: str, mode: int = 0o777) -> None:
         if self.role(known) is not WriteRole.APART:
             self._for_good.make(known, self.writers.is_shared, lambda: mkdir(path, mode))
@@ -199,6 +201,7 @@ class Overlay(Tree):
         chdir(known if where != self._none and kind(known) == stat.S_IFDIR else where)
 
     @on_kept_paths(unlink)
+    @in_turn
     def remove(self, path: Any, known: str) -> None:
         """Remove a file. Where ranks write private copies, it may be missing: the first rank may have removed it."""
         if self.role(known) is not WriteRole.APART:
@@ -213,6 +216,7 @@ class Overlay(Tree):
             self._drop(known)
 
     @on_kept_paths(rmdir)
+    @in_turn
     def rmdir(self, path: Any, known: str) -> None:
         if self.role(known) is not WriteRole.APART:
             self._remove_for_good(known, lambda: rmdir(path))
@@ -227,7 +231,8 @@ class Overlay(Tree):
             if known is None:
                 original(path, *args, **kwargs)
             elif self.role(known) is WriteRole.APART:
-                self._remove_tree(known)
+                with self.turn():
+                    self._remove_tree(known)
             else:
                 self._remove_for_good(known, lambda: original(path, *args, **kwargs))
 
@@ -238,6 +243,7 @@ class Overlay(Tree):
         with self.real():
             self._for_good.remove(path, self.writers.is_shared, act)
 
+    @in_turn
     def rename(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
         descriptors = src_dir_fd is not None or dst_dir_fd is not None
         source, target = (None, None) if descriptors else (self.path(src), self.path(dst))
@@ -277,6 +283,7 @@ class Overlay(Tree):
             self._for_good.rename(src, source, dst, target, self.writers.is_shared)
         return self.reveal(target) if target is not None else None
 
+    @in_turn
     def symlink(self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
         known = self.path(dst, dir_fd)
         if known is None:
@@ -289,6 +296,7 @@ class Overlay(Tree):
         # The target is absolute, because a relative one would lead to paths in the tree, where most files have no copy.
         return symlink(self.where(target), self.place(known))
 
+    @in_turn
     def link(self, src: Any, dst: Any, **kwargs: Any) -> None:
         source, known = self.path(src), self.path(dst)
         origin = src if source is None else self.where(source)
@@ -317,28 +325,6 @@ class Overlay(Tree):
             return self._listed.scan(known, path)
         return FolderListing(self._entries(known, path))
 
-    def _end_apart(self) -> None:
-        """Create the folders that exist only privately as real ones, once this rank writes real files."""
-        if self.writers.is_apart:
-            self._was_apart = True
-        elif self._was_apart:
-            self._was_apart = False
-            with self.real():
-                for folder, _, _ in os.walk(self.tree):
-                    with suppress(OSError):
-                        os.makedirs(folder[len(self.tree) :] or os.sep, exist_ok=True)
-
-    def take_over(self) -> None:
-        """Let this rank write real files in place of the first rank, and delete its private copies."""
-        self._was_apart = False
-        self.forget()
-
-    def forget(self) -> None:
-        """Delete all private copies, and forget which files were removed privately."""
-        with self.real():
-            for name in listdir(self.tree):
-                shutil.rmtree(os.path.join(self.tree, name), ignore_errors=True)
-
     def awaited(self, path: str, source: str | None = None) -> None:
         """Record that the first rank has saved the file in place of this rank, or renamed it from `source`."""
         self._awaited.add(path)
@@ -352,7 +338,9 @@ class Overlay(Tree):
         self.journal.wrote(path)
 
     def missed(self) -> list[str]:
-        """Return the paths that this rank has written privately and that do not exist as real files."""
+        """Return the paths that this rank, or its island, has written privately and that do not exist as real files."""
+        if self.writers.copies and not self.writers.counts_for_island:
+            return []
         kept = {pattern(path) for path in self.journal.written_by_others()}
         found = []
         with self.real():
@@ -369,22 +357,6 @@ class Overlay(Tree):
         path = self.path(given)
         if path is not None and self.role(path) is WriteRole.APART and not self.exists(path):
             os.close(os_open(self.place(path), os.O_CREAT | os.O_WRONLY, 0o600))
-
-    def replayed(self) -> None:
-        """Called when a replay has ended: delete its private copies. Files that are still open are written further,
-        privately or as real files. Folders that exist only privately, such as one named by time, are kept."""
-        with self.real():
-            for_good = not self.writers.is_apart
-            folders = [folder[len(self.tree) :] for folder, _, _ in os.walk(self.tree) if folder != self.tree]
-            new = [folder for folder in folders if kind(folder) is None]
-            for folder in new if for_good else ():
-                os.makedirs(folder, exist_ok=True)
-            if for_good:
-                reopen(self.tree)
-                self._was_apart = False
-            self.forget()
-            for folder in new if not for_good else ():
-                os.makedirs(self.tree + folder, exist_ok=True)
 
     def _appeared(self, path: str) -> bool:
         """Whether this rank sees the real file because another rank has made or changed it in this job."""

@@ -38,30 +38,38 @@ class Tree:
     """The folder of a rank's private copies, and the view of the file system that results from it. Arguments are
     absolute paths, as the method `path` returns them."""
 
-    def __init__(self, root: Path, keeps: Callable[[str], bool]) -> None:
-        """keeps: returns whether ranks get private copies of an absolute path."""
+    def __init__(self, root: Path, keeps: Callable[[str], bool], *others: Path) -> None:
+        """keeps: returns whether ranks get private copies of an absolute path. others: further folders of private
+        copies, one of which may become this rank's tree."""
         self.tree = str(root)
+        self._trees = tuple(str(folder) + os.sep for folder in (root, *others))
         self._keeps = keeps
         self._inside = threading.local()
         self._none = os.path.join(self.tree, ".none")
         self.removals: Counter[str | None] = Counter()
         """How often this rank has removed or renamed each path, as a private copy or as a real file."""
-        os.makedirs(self.tree, mode=0o700, exist_ok=True)
+        for folder in self._trees:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
 
     @contextmanager
     def real(self) -> Iterator[None]:
         """A context in which this thread accesses real files only, not private copies."""
-        before = getattr(self._inside, "real", False)
+        before = self.is_real
         self._inside.real = True
         try:
             yield
         finally:
             self._inside.real = before
 
+    @property
+    def is_real(self) -> bool:
+        """Whether this thread is in a context of `real`."""
+        return getattr(self._inside, "real", False)
+
     def path(self, given: Any, dir_fd: int | None = None) -> str | None:
         """Return the absolute path that the script means; None if ranks get no private copies of it, if it is no path,
         or if `dir_fd` is given."""
-        if dir_fd is not None or isinstance(given, int) or getattr(self._inside, "real", False):
+        if dir_fd is not None or isinstance(given, int) or self.is_real:
             return None
         try:
             path = os.fsdecode(given)
@@ -70,8 +78,8 @@ class Tree:
         if not path:
             return None
         path = os.path.abspath(path)
-        if path.startswith(self.tree + os.sep):  # the script's working folder is a private copy
-            path = path[len(self.tree) :]
+        if path.startswith(self._trees):  # the script's working folder is a private copy
+            path = next(path[len(tree) - 1 :] for tree in self._trees if path.startswith(tree))
         return path if self._keeps(path) else None
 
     def where(self, path: str) -> str:
@@ -123,10 +131,11 @@ class Tree:
                 target = readlink(private)
                 return self.place(target, keep=keep, most=most) if self._keeps(target) else private
             elif found.st_nlink > 1 and stat.S_ISREG(found.st_mode):  # a hard link to a file that another rank writes
-                rename(private, private + ".old")
                 if keep:
-                    shutil.copy(private + ".old", private)
-                unlink(private + ".old")
+                    shutil.copy(private, private + ".new")
+                    rename(private + ".new", private)
+                else:
+                    unlink(private)
             return private
 
     def _prepare(self, folder: str) -> None:
@@ -198,7 +207,7 @@ class Tree:
             mine = {entry.name: entry for entry in scandir(self.where(path))}
             # os.path.isdir and not `kind`, because the path may be a link to a folder.
             there = self._real_entries(path) if os.path.isdir(path) else []
-        seen = [entry for entry in mine.values() if entry.stat(follow_symlinks=False).st_mode != WHITEOUT]
+        seen = [entry for entry in mine.values() if not _is_gone(entry)]
         kinds = {pattern(entry.name) for entry in seen if kind(os.path.join(path, entry.name)) is None}
         for entry in there:
             twin = pattern(entry.name) in kinds and self._is_others(os.path.join(path, entry.name))
@@ -220,6 +229,15 @@ def pattern(path: str) -> str:
     """Return the path with each run of hexadecimal digits that contains 0-9 replaced by "#", so that names that differ
     only by a time, a number or a process id become equal."""
     return DIGITS.sub("#", path)
+
+
+def _is_gone(entry: os.DirEntry[str]) -> bool:
+    """Return whether the entry of a folder in the tree is a whiteout, or has been removed since the folder was
+    listed."""
+    try:
+        return entry.stat(follow_symlinks=False).st_mode == WHITEOUT
+    except FileNotFoundError:
+        return True
 
 
 def kind(path: str) -> int | None:

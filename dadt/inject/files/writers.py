@@ -3,8 +3,8 @@
 A script that does not know of other ranks writes the same paths on all of them. In this case the first rank of the host
 writes the real files, and each other rank writes private copies. Once the script has read its rank, files that only
 another rank writes become real files, too. A script with a process group, or that calls `dadt.init`, is left alone;
-where each island has a process group of its own, the ranks of all islands except the first write private copies. Hosts
-that share the working folder count as one host for the files in it.
+where each island has a process group of its own, the ranks of all islands except the first write private copies, which
+an island's ranks on a host share. Hosts that share the working folder count as one host for the files in it.
 """
 
 from __future__ import annotations
@@ -115,6 +115,17 @@ class Writers:
             return Mode.ALL
         return Mode.SHARED if runtime.script.knows_rank else Mode.ONE
 
+    @property
+    def copies(self) -> bool:
+        """Whether this rank's island writes private copies of the files that the first island writes."""
+        return self.mode is Mode.COPY
+
+    @property
+    def counts_for_island(self) -> bool:
+        """Whether this rank is the first of its island on this host."""
+        world = self._runtime.ranks.world
+        return world.local_rank == 0 or world.rank == world.island * world.island_size
+
     def role(self, path: str, *, copy: bool, begins: bool = False) -> WriteRole:
         """Return how this rank writes an absolute path. copy: this rank has a private copy of the path, or has removed
         the path privately. begins: the file is written from its beginning, completely, by Python's `open`."""
@@ -138,7 +149,7 @@ class Writers:
     def puts_in_place(self, by_first: bool) -> bool:
         """Return whether a file that was written privately until it was closed becomes the real file. by_first: whether
         another rank has written the real file."""
-        return self.mode is not Mode.SHARED or not by_first
+        return self.mode not in (Mode.SHARED, Mode.COPY) or not by_first
 
     @property
     def reads_apart(self) -> bool:
