@@ -262,7 +262,7 @@ ANSWERS = Speaker(
 )
 """Frames that an agent sends to a worker, or to the shim that mpirun started in the worker's place."""
 
-_about_a_peer: dict[str, Check] = {"peer": RANK, "seconds": number}
+_about_a_peer: dict[str, Check] = {"peer": RANK, "port": PORT, "seconds": number}
 _address = record(interface=text(64), address=is_address, speed=number)
 
 _ready: dict[str, Check] = {

@@ -174,6 +174,8 @@ class Job:
         self._silences.turn(now)
         self.watch.turn(now)
         self.overdue = self._termination.turn(now)
+        if self.overdue:
+            self._endings.miss(now)
         self._endings.turn(now)
         self._membership.turn(self._termination.goes_on, now)
 

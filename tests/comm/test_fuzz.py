@@ -91,9 +91,9 @@ FROM_AGENTS = [
     Frame("stack", {"number": 1, "rank": 0, "problem": ""}, b"stack"),
     Frame("stacks", WORKER, b"stack"),
     Frame("heartbeat", {"port": 4000}),
-    Frame("silent", {"peer": 0, "seconds": 10.5}),
-    Frame("heard", {"peer": 0, "seconds": 0.5}),
-    Frame("unheard", {"peer": 0, "seconds": 10.5}),
+    Frame("silent", {"peer": 0, "port": 4000, "seconds": 10.5}),
+    Frame("heard", {"peer": 0, "port": 4000, "seconds": 0.5}),
+    Frame("unheard", {"peer": 0, "port": 4000, "seconds": 10.5}),
     Frame("refused", {"rank": 0, "why": "it said too much"}),
     Frame("unstarted", {"message": "there is no such file"}),
     Frame(

@@ -46,8 +46,8 @@ def test_a_lost_host_is_the_cause_though_others_have_not_heard_each_other_for_a_
     for rank in range(3):
         world.say(rank, "beat", steps={}, memory={}, conditions={}, clock=0.0)
     world.later(0.1, heard=range(3))
-    world.say(0, "silent", peer=1, seconds=4.0)
-    world.say(1, "silent", peer=0, seconds=4.0)
+    world.say(0, "silent", peer=1, port=4001, seconds=4.0)
+    world.say(1, "silent", peer=0, port=4000, seconds=4.0)
     world.say(1, "failed", rank=1, time=5.0, **WAITED)
     world.say(2, "lost", message="the connection was closed", time=5.0 + seconds)
     for rank in range(2):
@@ -119,6 +119,25 @@ def test_hosts_that_were_told_to_end_as_another_one_was_lost_are_no_preemption(
         assert world.job.judge(world.now, [], []).exit_code == 75
 
 
+@pytest.mark.parametrize("heard", [True, False])
+def test_hosts_that_were_told_to_end_while_another_one_was_silent_are_no_preemption(heard: bool) -> None:
+    """Where control is cut, the launcher never hears of the loss for which the cluster has ended all others."""
+    world = DecidedJob(3, checkpoint_signal="USR1", grace=1.0)
+    world.train(1)
+    world.later(1.0, heard=(1, 2))
+    for rank in (1, 2):
+        world.say(rank, "preempted")
+        world.say(rank, "exit", rank=rank, code=0, **{**ENDED, "stopped": False})
+        world.say(rank, "end", stuck=[], signal=0)
+    world.later(7.0, heard=range(3) if heard else (1, 2))
+    assert world.job.over
+    if heard:
+        assert world.job.judge(world.now, [], []).exit_code == 75
+    else:
+        with pytest.raises(LaunchError, match=r"^host0: it is not known how rank 0 has ended"):
+            world.job.judge(world.now, [], [])
+
+
 def test_beside_an_agent_that_was_told_to_end_one_is_named_that_has_not_told_how_its_ranks_ended() -> None:
     world = DecidedJob(2)
     world.train(1)
@@ -126,6 +145,20 @@ def test_beside_an_agent_that_was_told_to_end_one_is_named_that_has_not_told_how
     world.say(1, "end", stuck=[], signal=15)
     text = r"^host1: .* was told to end by signal 15 .*; it is not known how rank 0 on host0 has ended"
     with pytest.raises(LaunchError, match=text):
+        world.job.judge(world.now, [], [])
+
+
+def test_of_several_that_have_not_told_how_their_ranks_ended_the_one_is_named_that_was_silent_first() -> None:
+    world = DecidedJob(3)
+    world.train(1)
+    for rank in (0, 1):
+        world.later(5.0)
+        world.say(rank, "peers", rank=rank, line=1)
+    waited = {**WAITED, "type": "CommTimeout", "message": "waited 12 s: rank 2 is unreachable"}
+    world.say(1, "failed", rank=1, time=2.0, **waited)
+    world.say(1, "exit", rank=1, code=1, **ENDED)
+    world.say(1, "end", stuck=[], signal=0)
+    with pytest.raises(LaunchError, match=r"^host2: it is not known how rank 2 has ended"):
         world.job.judge(world.now, [], [])
 
 

@@ -258,7 +258,7 @@ def test_a_cut_that_leaves_too_few_is_what_all_that_wait_hear_of() -> None:
     world = DecidedJob(3, min_np=3, timeout=10.0)
     world.train(1)
     world.later(0.5)
-    world.say(1, "silent", peer=2, seconds=5.0)
+    world.say(1, "silent", peer=2, port=4002, seconds=5.0)
     for rank in range(3):
         told = {"generation": 0, "timeout": 20.0, "text": "closed", "line": 2, "pid": 10 + rank}
         world.say(rank, "reconnect", rank=rank, **told)
@@ -302,8 +302,8 @@ def test_a_rank_that_has_left_at_its_own_end_is_lost_as_the_others_connect_anew(
     assert not world.sent("stop")
 
 
-def test_where_nobody_waits_a_rank_that_has_left_at_its_own_end_is_lost_as_others_connect_anew() -> None:
-    world = DecidedJob(4, min_np=1, algorithm="gossip")
+def test_where_nobody_waits_others_connect_without_a_rank_that_has_finished_which_is_not_lost() -> None:
+    world = DecidedJob(4, min_np=2, algorithm="gossip")
     world.train(1)
     world.say(1, "ending", rank=1, pid=11, steps=1, gathered=0)
     world.say(1, "exit", rank=1, code=0, **ENDED)
@@ -314,6 +314,11 @@ def test_where_nobody_waits_a_rank_that_has_left_at_its_own_end_is_lost_as_other
         world.say(rank, "reconnect", rank=rank, line=2, text="cannot arrive", generation=1, timeout=60.0)
     world.later()
     assert [frame["members"] for frame in world.sent("regroup")] == [[0, 1, 3], [0, 3]]
+    assert world.said()[-1] == "rank 1 finished before the others, which train on"
+    assert [loss.rank for loss in world.job.watch.losses] == [2]
+    world.say(3, "ending", rank=3, pid=13, steps=1, gathered=0)
+    world.say(0, "exit", rank=0, code=-9, **ENDED)
+    world.later()
     assert not world.sent("stop")
 
 
@@ -370,9 +375,52 @@ def test_a_host_that_is_about_to_join_is_not_silent_for_the_one_before_it() -> N
     world.train(1)
     for host in range(3):
         world.say(host, "heartbeat", port=4000 + host)
-    world.say(0, "silent", peer=1, seconds=5.0)
+    world.say(0, "silent", peer=1, port=4001, seconds=5.0)
     world.nodes[1] = Node(1, Host(name="host9"), heard=world.now + 3.0)
     for node in (world.nodes[0], world.nodes[2]):
         node.heard = world.now + 3.0
     world.later(3.0)
     assert not world.said()
+
+
+def test_a_host_that_has_joined_is_not_silent_for_the_one_before_it() -> None:
+    """What another host has said of that one may arrive after the new one has come."""
+    world = DecidedJob(3, min_np=1, algorithm="gossip", timeout=15.0)
+    world.train(1)
+    for host in range(3):
+        world.say(host, "heartbeat", port=4000 + host)
+    world.nodes[1] = Node(1, Host(name="host9"))
+    world.say(1, "heartbeat", port=4009)
+    world.say(0, "silent", peer=1, port=4001, seconds=10.0)
+    world.later(3.0, heard=range(3))
+    assert not world.said()
+    world.say(0, "silent", peer=1, port=4009, seconds=5.0)
+    world.say(0, "heard", peer=1, port=4001, seconds=0.0)
+    world.later(3.0, heard=range(3))
+    assert world.said()[0].startswith("host0 has heard nothing from host9")
+
+
+@pytest.mark.parametrize(("unheard", "cut"), [([(3, 4)], 4), ([(0, 4), (1, 4), (2, 4), (3, 4)], 4), ([], None)])
+def test_a_host_that_others_have_never_heard_is_given_up_where_all_connect_in_vain(
+    unheard: list[tuple[int, int]], cut: int | None
+) -> None:
+    """Not where a host hears few others at all, as it may be that a firewall lets no heartbeats through."""
+    world = DecidedJob(5, min_np=4, timeout=10.0)
+    for host in range(5):
+        world.say(host, "started", rank=host, pid=10 + host)
+        world.say(host, "claim", rank=host, pid=10 + host, line=1)
+        world.say(host, "heartbeat", port=4000 + host)
+    every = [(one, other) for one in range(5) for other in range(5) if one != other]
+    for host, peer in unheard or every:
+        world.say(host, "unheard", peer=peer, port=4000 + peer, seconds=2.0)
+    told = {"timeout": 20.0, "text": "connectFullMesh failed: timed out", "line": 2}
+    for rank in range(5):
+        world.say(rank, "reconnect", rank=rank, generation=0, **told)
+    world.later(2.0, heard=range(5))
+    assert world.sent("regroup")[-1]["members"] == [0, 1, 2, 3, 4]
+    for _ in range(6):
+        for rank in range(5):
+            world.say(rank, "peers", rank=rank, line=3)
+        world.later(3.0, heard=range(5))
+    assert world.sent("regroup")[-1]["members"] == [rank for rank in range(5) if rank != cut]
+    assert any("host4: host" in text and "has heard nothing from host4" in text for text in world.said()) == bool(cut)

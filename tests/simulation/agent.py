@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 READ_SECONDS = 0.0005
 """What comes within this time is looked at in one turn."""
+PORT = 4000
+"""The first port of heartbeats."""
 BOOT_SECONDS = 100.0
 """Between the starts of two hosts."""
 NOT_RUN = 127
@@ -64,7 +66,7 @@ class Agent:
         """All processes of workers that were started here."""
         self.host: HostJob | None = None
         """What the agent decides; None before the order to start workers has come."""
-        self._contact, self._heartbeat = LauncherContact(world.now), AgentHeartbeat(self)
+        self._contact, self._heartbeat = LauncherContact(world.now), AgentHeartbeat(self, PORT)
         self._pulse: dict[int, tuple[int, float]] = {}
         """The memory that workers share with their agent: for each rank its step, and when it was written."""
         self._lines: dict[int, tuple[Worker, Answer | None]] = {}
@@ -137,7 +139,7 @@ class Agent:
         self.process.after(self.world.spread(0.1), lambda: self._send(answer))
 
     def _start(self, job: Frame) -> None:
-        self._heartbeat = AgentHeartbeat(self)
+        self._heartbeat = AgentHeartbeat(self, PORT + len(self.job.every_agent))  # not one of those before it
         if self.lacks == "disk":  # Agent._serve
             self._send(Frame("unstarted", {"message": "/tmp/dadt/job: cannot be written (No space left on device)"}))
             self._send(Frame("end", {"stuck": [], "signal": 0}))
@@ -146,7 +148,7 @@ class Agent:
         host = self.host = HostJob(job, FOLDER, self.world.now)
         self._pulse = dict.fromkeys(host.ranks, (-1, self.world.now))
         if job.get("heartbeat") is not None:
-            self._send(Frame("heartbeat", {"port": 4000 + self.index}))
+            self._send(Frame("heartbeat", {"port": self._heartbeat.port}))
         for worker in job["workers"] if self.lacks != "descriptors" and not job["adopt"] else ():
             self._start_worker(worker["rank"], joins=bool(worker["env"]["DADT_JOINS"]))
         if job["adopt"]:
@@ -259,10 +261,10 @@ class Agent:
             self._carry_out()
             self._alarm.set(READ_SECONDS)
 
-    def hear_host(self, index: int) -> None:
-        """A heartbeat of another host has come."""
+    def hear_host(self, place: tuple[str, int]) -> None:
+        """A heartbeat of another host has come from this address and port."""
         if self.host is not None:
-            self._heartbeat.hear(index)
+            self._heartbeat.hear(place)
 
     # As time passes ----------------------------------------------------------------------------------------------
 

@@ -76,8 +76,16 @@ class SnapshotInvariants:
             content = parts[source.common].content
             assert content is not None
             self._resumed = named, content.weights[0]
-        else:
-            self._newest.pop(id(job.disk_of(0)), None)
+        self._newest = {
+            id(each): max([0, *(step for step in each.whole if self._stays(each, step))])
+            for each in self._run.disks.values()
+        }
+
+    def _stays(self, disk: Disk, step: int) -> bool:
+        """Whether the newest attempt does not take a snapshot of this step once more, beside one that is left of an
+        attempt before on a disk that the launcher does not see."""
+        attempts = {each.content.attempt for each in disk.snapshots[step].values() if each.content is not None}
+        return step <= self._base or max(each.number for each in self._run.attempts) in attempts
 
     def read(self, worker: Worker) -> Content:
         """A rank reads the snapshot from which the job goes on. Raises NotResumed where it may."""
@@ -109,7 +117,8 @@ class SnapshotInvariants:
             if self._checked.get((id(disk), step)) != looked_at:
                 self._check(disk, step)
                 self._checked[id(disk), step] = looked_at
-            self._newest[id(disk)] = max(step, self._newest.get(id(disk), 0))
+            if self._stays(disk, step):
+                self._newest[id(disk)] = max(step, self._newest.get(id(disk), 0))
 
     def ended(self) -> None:
         """Nothing is left to happen."""

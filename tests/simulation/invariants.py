@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dadt.comm.executors.meet import PATIENCE
 from dadt.config.check import NEVER
 from dadt.control.agent_client import ANSWER_SECONDS
 from dadt.launch.agent.host_job import DEFAULT_GRACE
@@ -47,6 +48,7 @@ TOLD_TO_END = re.compile(r"(host\d+) was told to end")
 UNREACHABLE = re.compile(r"is unreachable, as host(\d+) (?:and|has heard nothing from) host(\d+)")
 KNOWN_SECONDS = 6.0
 """Within this time each agent, and then the launcher, knows what is no more."""
+FINISHED = re.compile(r"^ranks? (?P<ranks>[\d, and]+) finished before the others, which train on$")
 GOES_ON = re.compile(r"^(?:rank (?P<rank>\d+) |host(?P<host>\d+): ).*: training goes on without (?:it|them)$")
 
 
@@ -85,6 +87,9 @@ class Invariants:
         if config.snapshot_every != NEVER:  # at its end a rank writes those for which its steps left no time
             writing = 1.5 * WRITE_SECONDS
             waited += writing + script.steps * max(0.0, writing - 0.5 * script.step_seconds)
+        # ranks that had begun to wait for another one have not told so yet, and count as silent since then
+        told = PATIENCE + 1.5 * script.step_seconds
+        waited += max((struck.at - each.at for each in self.struck if 0.0 < struck.at - each.at <= told), default=0.0)
         # who has not come yet is waited for since the start
         if min(at - patience, struck.at) - self._job.begun < 2 * script.start_seconds:
             waited += 2 * script.start_seconds
@@ -144,6 +149,11 @@ class Invariants:
             agent = self._job.agents[int(found[1]) // self._job.per_host]
             if any(each.rank == int(found[1]) for each in agent.left):
                 raise Broken(f"the user is told that a worker starts, and the old one runs: {text}")
+        if (finished := FINISHED.match(text)) is not None:
+            newest = {worker.rank: worker for worker in self._job.workers}
+            ranks = {int(each) for each in re.findall(r"\d+", finished["ranks"])}
+            if any(newest[rank].code != 0 or not newest[rank].closing for rank in ranks):
+                raise Broken(f"the user is told of one that has finished, which has not: {text}")
         told = TOLD_TO_END.match(text)
         by_cluster = told is not None and self._job.machines[int(told[1].removeprefix("host"))].ended_by
         by_others = told is not None and any(each.text == f"{told[1]} is told to end" for each in self.struck)

@@ -22,7 +22,8 @@ FOUND = [
     *[(JOBS, seed) for seed in (70210, 71072, 71891, 74206, 83770, 78794, 57334, 56334, 87560, 100909)],
     *[(JOBS, seed) for seed in (54832, 108998, 94994, 101640, 94651, 112307, 93887, 93041, 78833, 124975, 131085)],
     *[(JOBS, seed) for seed in (49670, 56930, 52139, 116626, 204419, 170897, 174320, 173982, 211093)],
-    *[(JOBS, seed) for seed in (217535, 239995)],
+    *[(JOBS, seed) for seed in (217535, 239995, 189429, 201024, 244671, 250131, 259216, 265311, 267971, 269820)],
+    *[(JOBS, seed) for seed in (280009, 282341, 285113, 286934)],
     *[(NEGOTIATION, seed) for seed in (1470, 3677)],
 ]
 """Seeds that have failed once, beyond those that are tried anyway."""

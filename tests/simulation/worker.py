@@ -46,6 +46,8 @@ class Worker:
         """When it has last gone on after a stop."""
         self.handles = False
         """Whether the script has a handler for the signal by which it saves."""
+        self.code: int | None = None
+        """How the process has ended; None while it runs."""
         self.doom: Exception | None = None
         """What the script raises in its next step."""
         self.pause = 0.0
@@ -169,7 +171,7 @@ class Worker:
     def die(self, code: int, *, silent: bool = False) -> None:
         """The process ends. silent: with its machine."""
         if self.process.alive:
-            self.process.alive = False
+            self.process.alive, self.code = False, code
             self._main.over = True
             self.world.note(self.process.name, f"ends with code {code}")
             self.peers.leave(silent=silent)

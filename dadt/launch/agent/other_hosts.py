@@ -31,7 +31,7 @@ class OtherHost:
     ever_heard: bool = False
     silent: bool = False
     given_up: bool = False
-    """Whether the agent has reported that no heartbeat has ever come from this host."""
+    """Whether the agent's last report was that no heartbeat has ever come from this host."""
 
 
 class OtherHosts:
@@ -74,7 +74,8 @@ class OtherHosts:
 
     def turn(self, now: float) -> list[Frame]:
         """Return frames that report hosts as `silent`, `heard` (again) or `unheard` (never heard so far), with the
-        host's index and the seconds of silence. Call regularly."""
+        host's index and port, which tell it from one that had the same index before, and the seconds of silence. Call
+        regularly."""
         if self._absence.has_ended(self._timeout, now):
             self._excuse(now)
         return [frame for host in self._hosts.values() if (frame := self._look(host, now)) is not None]
@@ -89,10 +90,11 @@ class OtherHosts:
     def _look(self, host: OtherHost, now: float) -> Frame | None:
         seconds = now - host.heard_at
         late = seconds >= self._timeout
+        facts = {"peer": host.index, "port": host.place[1], "seconds": seconds}
         if late and not host.ever_heard and not host.given_up:
             host.given_up = True
-            return Frame("unheard", {"peer": host.index, "seconds": seconds})
-        if host.ever_heard and late != host.silent:
-            host.silent = late
-            return Frame("silent" if late else "heard", {"peer": host.index, "seconds": seconds})
+            return Frame("unheard", facts)
+        if host.ever_heard and (late != host.silent or host.given_up):
+            host.silent, host.given_up = late, False
+            return Frame("silent" if late else "heard", facts)
         return None

@@ -177,7 +177,9 @@ class Cause:
             return self._failure(*cause, begun, stacks)
         if self._error:
             raise LaunchError(self._error)
-        rank, host = (untold[0].rank, untold[0].host) if untold else (-1, "")
+        # Of several, the rank is named that has shown no sign of life for the longest time.
+        first = min(untold, key=lambda slot: self._members[slot.rank].acted, default=None)
+        rank, host = (first.rank, first.host) if first is not None else (-1, "")
         if self._told_to_end:
             also = f"; it is not known how rank {rank} on {host} has ended: its agent has not told" if untold else ""
             raise LaunchError(self._told_to_end + also)

@@ -113,6 +113,13 @@ class Endings:
         if any(other.works for other in self._nodes):
             self._termination.fail_by(0.0, now)
 
+    def miss(self, now: float) -> None:
+        """Handle that agents have missed their deadline to end. One that was silent since before others were asked to
+        end may be the reason for that, like one that is known to be lost."""
+        for node in self._nodes:
+            if node.works and not node.told:
+                self._termination.lost(node.heard, now)
+
     def unstarted(self, event: Event) -> None:
         """Handle the report of an agent that could not start its workers."""
         if self._joining is None or not self._joining.unstarted(event):

@@ -16,6 +16,7 @@ from dadt.launch.ending import preemption
 from dadt.launch.ending.cause import Cause
 from dadt.launch.ending.processes import NATURAL_SECONDS
 from dadt.launch.hosts.slot import Slot
+from dadt.launch.members.early_exits import EarlyExits
 from dadt.launch.members.generation import regroup
 from dadt.launch.members.handovers import Handovers
 from dadt.launch.members.islands import is_ahead_of_waiting, with_islands
@@ -55,9 +56,6 @@ class Membership:
     _outbox: Outbox
     _overdue: dict[int, float] = field(default_factory=dict)
     """Lost ranks whose processes have not exited yet, each with the time at which the process is killed."""
-    _left: dict[int, str] = field(default_factory=dict)
-    """Ranks that exited with code 0 before training had ended, each with a text about it. They count as lost once
-    another rank waits for them."""
     _requests: dict[int, ReconnectRequest] = field(default_factory=dict)
     """Unanswered requests of ranks to connect again because a connection has failed, by rank."""
     _scarce: tuple[Collection[int], float, str] = ((), 0.0, "")
@@ -69,8 +67,6 @@ class Membership:
     _handed: int = 0
     """Number of the latest generation that began with a new worker for which others had waited; 0 if none has."""
     _moved: float = float("-inf")
-    _over: int = -1
-    """Number of the latest generation of which all ranks have finished training; -1 if there is none."""
     _told_to_end: bool = False
     _deaths: list[Frame] = field(default_factory=list)
     """Frames that report ends of ranks and have not been sent to all ranks yet."""
@@ -81,6 +77,7 @@ class Membership:
         """Minimum number of ranks with which training continues; 0 means that it ends when any rank is lost."""
         self._apart = self._config.algorithm == "gossip"
         """Whether each rank trains at its own speed without waiting for the others, as with the algorithm `gossip`."""
+        self._exits = EarlyExits(self._rendezvous, apart=self._apart)
         self._replacements = Replacements(self._outbox, self._hears) if replaces(self._config) else None
         self._handovers = Handovers(self._outbox, self.kill, self._patience)
 
@@ -109,27 +106,33 @@ class Membership:
 
     def leaves(self, rank: int, why: str) -> bool:
         """Handle a rank that exits with code 0 before training has ended. Returns whether the others can go on."""
-        if goes_on := self.can_lose([*self._left, rank]):
-            self._left[rank] = why
+        if goes_on := self.can_lose(self._exits.losses(rank)):
+            self._exits.add(rank, why)
         return goes_on
 
     def leaves_finished(self, member: Member, why: str) -> None:
-        """Handle a rank that exits with code 0 after its training. It counts as lost once ranks that train need it."""
-        began = [each for each in self._rendezvous.present if not (self._apart and each.joined)]
-        if all(each.finished or each.ended for each in began):
-            self._over = self._rendezvous.generation
-        elif self._over != self._rendezvous.generation:
+        """Handle a rank that exits with code 0 after its training. The others go on without it once they need it."""
+        if not self._exits.is_over:
             self.leaves(member.rank, why)
 
-    def _lose_left(self, now: float) -> None:
-        """Remove ranks that exited early if others wait for them or, with gossip, connect anew and still train."""
-        here, members = self._here, self._rendezvous.members
-        began = (rank for rank in self._requests if not members[rank].joined)
-        apart = any(not members[rank].finished for rank in (*self._left, *began))
-        if here and apart if self._apart else self._requests or any(m.waits(now) and not m.finished for m in here):
-            left, self._left = self._left, {}
-            for rank, why in left.items():
-                self.lose([rank], why, now)
+    def _go_on_without_missed(self, now: float) -> None:
+        """Remove ranks that exited early and are missed now."""
+        missed = self._exits.take_missed(self._requests, now)
+        if at_end := [rank for rank in missed if self._exits.is_at_end(rank)]:
+            ranks = with_islands(at_end, self._slots)
+            self._leave_out(ranks, f"{preemption.ranks(ranks)} finished before the others, which train on", now)
+        for rank in [rank for rank in missed if rank not in at_end]:
+            self.lose([rank], missed[rank], now)
+
+    def _leave_out(self, ranks: Collection[int], why: str, now: float) -> None:
+        """Have the others connect again without these ranks, none of which is lost, and end those that still train."""
+        self._least = self._least and max(1, self._least - len(ranks))  # these have trained for long enough
+        self._overdue |= {m.rank: now for m in self._here if m.rank in ranks and not m.finished}
+        self._outbox.say(why)
+        self._rendezvous.regroup(ranks, why, now)
+        self._watch.regroups([], why, now)
+        self._cause.excuse(ranks)
+        self._tell(why, now)
 
     def reconnect(self, event: Event) -> None:
         """Handle a rank's report of a failed connection. `turn` replies whether all ranks are to connect again."""
@@ -172,7 +175,8 @@ class Membership:
         member, now = self._rendezvous.members[event.frame["rank"]], event.now
         if member.claimed and not member.ended and member.pid == event.frame["pid"]:
             why = f"rank {member.rank} ({member.place}) has replaced itself (exec) after it had begun to train"
-            steps, self._over = max(0, member.step), -1
+            steps = max(0, member.step)
+            self._exits.begin_anew()
             if self._rendezvous.start_over(member, why, now):
                 self.tell_of_death(why, steps)
         member.sign("has imported torch, not begun to train", now)
@@ -225,8 +229,8 @@ class Membership:
         """Remove ranks that are silent, gone or cut off, answer requests, and kill processes of lost ranks, whichever
         is due. Call regularly. goes_on: whether the job is not being ended."""
         self._handovers.turn(now)
-        if self._left and goes_on:
-            self._lose_left(now)
+        if goes_on:
+            self._go_on_without_missed(now)
         if self._least and goes_on:
             self._give_up_silent(now)
             self._connect_anew(now)
@@ -257,12 +261,7 @@ class Membership:
                 self._joining.turn(now)
         elif self._apart and (new := [member for member in present if member.joined and not member.finished]):
             why = f"rank {new[0].rank} ({new[0].place}) leaves, as those that began the job are at their end"
-            self._outbox.say(why)
-            ranks = [member.rank for member in new]
-            self._rendezvous.regroup(ranks, why, now)
-            self._cause.excuse(ranks)
-            self._tell(why, now)
-            self._overdue |= dict.fromkeys(ranks, now)
+            self._leave_out([member.rank for member in new], why, now)
 
     def _hears(self, rank: int, now: float) -> bool:
         """Return whether a lost rank may be replaced: its host and all others hear each other, or its host is gone."""
@@ -322,7 +321,7 @@ class Membership:
     def _cut(self, now: float) -> str:
         """Return a text about a known outage of the network between hosts; empty if there is none."""
         places = {self._slots[member.rank].cross_rank for member in self._rendezvous.present}
-        return cut[1] if (cut := self._silences.cut_off(places, now, now)) is not None else ""
+        return cut[1] if (cut := self._silences.known_cut(places, now)) is not None else ""
 
     def _obstacle(self, now: float) -> str:
         """Return why ranks cannot connect (an outage, stopped or silent ranks); empty if no reason is known."""
@@ -355,7 +354,7 @@ class Membership:
             return
         places = {self._slots[member.rank].cross_rank for member in here}
         heard = min(self._nodes[place].heard for place in places)
-        if heard < first.begun or self._silences.cut_off(places, now, now) is not None:
+        if heard < first.begun or self._silences.known_cut(places, now) is not None:
             return
         if (step := max(member.step for member in here)) > self._tried_at:
             self._trials.clear()

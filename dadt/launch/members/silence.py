@@ -4,7 +4,7 @@ although both answer the launcher."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import Any
@@ -58,6 +58,9 @@ class Silences:
     _announced: dict[int, Node] = field(default_factory=dict)
     """The node that has reported its port for heartbeats, by the host's number."""
     _outages: dict[tuple[int, int], Outage] = field(default_factory=dict)
+    _unheard: dict[tuple[int, int], float] = field(default_factory=dict)
+    """For each host that has never received a heartbeat from another host, by their numbers: the time
+    (time.monotonic) since which it could have."""
     _told_first: Sequence[int] = ()
     """In a job of more than MOST_TOLD ranks: the ranks whose state is sent to ranks that wait."""
     _ordered: float = float("-inf")
@@ -70,6 +73,7 @@ class Silences:
         host = self._nodes.index(event.node)
         self._ports[host], self._announced[host] = event.frame["port"], event.node
         self._outages = {pair: outage for pair, outage in self._outages.items() if host not in pair}
+        self._unheard = {pair: since for pair, since in self._unheard.items() if host not in pair}
         if len(self._ports) == len(self._nodes):
             hosts = [
                 {"index": index, "address": self._nodes[index].address, "port": port}
@@ -81,6 +85,9 @@ class Silences:
     def unheard(self, event: Event) -> None:
         """Handle an agent's report that its host has never received a heartbeat from another host, and tell the user if
         verbose output is on."""
+        if self._is_outdated(event):
+            return
+        self._unheard[self._nodes.index(event.node), event.frame["peer"]] = event.now - event.frame["seconds"]
         if self._verbose:
             there = self._nodes[event.frame["peer"]]
             self._outbox.say(
@@ -90,13 +97,18 @@ class Silences:
 
     def silent(self, event: Event) -> None:
         """Record that a host has received no heartbeat from another host for some seconds."""
+        if self._is_outdated(event):
+            return
         listener = self._nodes.index(event.node)
         pair = _pair(listener, event.frame["peer"])
         self._outages.setdefault(pair, Outage(event.now - event.frame["seconds"], event.now)).deaf.add(listener)
 
     def heard(self, event: Event) -> None:
-        """Record that a host receives heartbeats from another host again."""
+        """Record that a host receives heartbeats from another host again, or for the first time."""
+        if self._is_outdated(event):
+            return
         listener = self._nodes.index(event.node)
+        self._unheard.pop((listener, event.frame["peer"]), None)
         pair = _pair(listener, event.frame["peer"])
         outage = self._outages.get(pair)
         if outage is None:
@@ -108,6 +120,11 @@ class Silences:
                 first, second = (self._nodes[index].name for index in pair)
                 seconds = event.now - outage.since
                 self._tell(f"{first} and {second} hear each other again, after {seconds:.0f} s", "info")
+
+    def _is_outdated(self, event: Event) -> bool:
+        """Return whether an agent's report is about a host whose place in the job another host has taken since."""
+        port = event.frame["port"]
+        return bool(port != self._ports.get(event.frame["peer"], port))
 
     def peers(self, question: Event) -> None:
         """Answer a rank's question about the state of the other ranks, and record that the rank waits for them."""
@@ -166,14 +183,39 @@ class Silences:
     def cut_off(self, places: Collection[int], since: float, now: float) -> tuple[int, str] | None:
         """Return the number of that host among `places` which is part of the most outages that began before `since`
         (time.monotonic), and a text about one of them. If several have as many, the one with the highest number is
-        returned. None if there are no such outages."""
-        found = {p: o for p, o in self._current.items() if o.since < since and set(p) <= set(places)}
+        returned. If there are no such outages, hosts count whose heartbeats others have never received. None if there
+        are no such hosts either."""
+        for outages in (self._current, self._never_heard(places)):
+            found = {pair: outage for pair, outage in outages.items() if outage.since < since}
+            if (cut := self._most_cut(found, places, now)) is not None:
+                return cut
+        return None
+
+    def known_cut(self, places: Collection[int], now: float) -> tuple[int, str] | None:
+        """Return the same of all outages, however short, but only between hosts that have received heartbeats from each
+        other."""
+        return self._most_cut(self._current, places, now)
+
+    def _most_cut(
+        self, outages: Mapping[tuple[int, int], Outage], places: Collection[int], now: float
+    ) -> tuple[int, str] | None:
+        found = {pair: outage for pair, outage in outages.items() if set(pair) <= set(places)}
         counts = Counter(place for pair in found for place in pair)
         if not counts:
             return None
         place = max(counts, key=lambda place: (counts[place], place))
         pair = next(pair for pair in found if place in pair)
         return place, f"{self._nodes[place].name}: {self._text(pair, found[pair], now)}"
+
+    def _never_heard(self, places: Collection[int]) -> Mapping[tuple[int, int], Outage]:
+        """Return an outage for each pair of hosts of which one has never received a heartbeat from the other, although
+        it receives those of most hosts, so that no firewall in front of it rejects them all."""
+        missed = Counter(listener for listener, _ in self._unheard)
+        found = dict[tuple[int, int], Outage]()
+        for (listener, other), since in self._unheard.items():
+            if 2 * missed[listener] < len(places):
+                found.setdefault(_pair(listener, other), Outage(since, since)).deaf.add(listener)
+        return found
 
     @property
     def _current(self) -> dict[tuple[int, int], Outage]:

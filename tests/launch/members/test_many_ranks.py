@@ -119,7 +119,7 @@ def test_a_rank_that_waits_hears_of_those_that_matter() -> None:
 
 def test_a_rank_that_waits_hears_of_those_that_its_host_does_not_hear() -> None:
     job = Large(100)
-    job.say(5, "silent", peer=60, seconds=3.0)
+    job.say(5, "silent", peer=60, port=4060, seconds=3.0)
     assert "is unreachable, as host5 has heard nothing from host60" in {
         peer["rank"]: peer["state"] for peer in job.peers_of(5)
     }[60]  # fmt: skip
