@@ -142,7 +142,7 @@ JOB_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "a failure ends nobody": (Termination, "fail_by", nothing),
     "the user's signal ends nobody": (Termination, "end", lambda self, number, who, now: 0.0),
     "ranks for which all wait are never given up": (Membership, "_give_up_silent", nothing),
-    "a rank that left early is not lost": (Membership, "_lose_left", nothing),
+    "a rank that left early is not lost": (Membership, "_go_on_without_missed", nothing),
     "a connection that has failed is not made again": (Membership, "_connect_anew", nothing),
     "a rank that asks to connect again gets no answer": (Membership, "_answer_all", nothing),
     "no rank counts as waiting": (Waiting, "lasts", lambda self, seen, now: False),
