@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("verbs")
     script = SCRIPTS / "verbs.py"
     done = subprocess.run(
-        [sys.executable, "-m", "dadt_cli", "run", "-np", str(RANKS), forkserver.python(), str(script), str(folder)],
+        [forkserver.dadt(), "run", "-np", str(RANKS), str(script), str(folder)],
         cwd=folder,
         capture_output=True,
         text=True,

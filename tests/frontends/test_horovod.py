@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from harness import SCRIPTS, forkserver
 from harness.patience import PATIENCE
-from harness.run import DADT
 
 FILES = ("horovod_operations", "horovod_optimizers")
 
@@ -29,9 +28,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]
         for ranks in (2, 4):
             folder = tmp_path_factory.mktemp(f"{file}-{ranks}")
             limit = ["--timeout", "30"] if ranks == 4 else []  # without, an operation takes as long as it takes
-            command = [*DADT, "run", "-np", str(ranks), *limit]
+            command = [forkserver.dadt(), "run", "-np", str(ranks), *limit]
             done = subprocess.run(
-                [*command, forkserver.python(), str(SCRIPTS / f"{file}.py"), str(folder)],
+                [*command, str(SCRIPTS / f"{file}.py"), str(folder)],
                 cwd=folder,
                 capture_output=True,
                 text=True,

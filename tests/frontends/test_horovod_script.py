@@ -265,8 +265,7 @@ except hvd.HorovodInternalError as error:
 
 def by_two(tmp_path: Path, name: str, *arguments: str, flags: tuple[str, ...] = ()) -> tuple[str, str]:
     """What a script of tests/scripts prints, and what all ranks end with."""
-    dadt = [sys.executable, "-m", "dadt_cli", "run", "-np", "2", *flags]
-    command = [*dadt, forkserver.python(), str(SCRIPTS / name), *arguments]
+    command = [forkserver.dadt(), "run", "-np", "2", *flags, str(SCRIPTS / name), *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     ends = re.findall(r"^\[\d\] ends with (.*)$", done.stdout, re.MULTILINE)

@@ -1,16 +1,19 @@
-"""A process that has imported torch and DADT, and forks a rank for each `forked_rank` that asks.
+"""Two processes fork others, for each `forked` that asks: one has imported torch and DADT and forks ranks, the other
+has imported the launcher without torch, and forks launchers and agents.
 
-To start Python and import torch takes longer than most jobs of tests. DADT hooks in as ever, at the end of `import
-torch`, which finds the torch that is there. Tests of how it gets into a script start Python themselves, as do those of
-what Python reads only at its start (PYTHONHASHSEED).
+To start Python and import torch takes longer than most jobs of tests, and so does taking apart what was imported when a
+process ends. DADT hooks in as ever, at the end of `import torch`, which finds the torch that is there. Tests of how it
+gets into a script start Python themselves, as do those of what Python reads only at its start (PYTHONHASHSEED).
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import functools
 import gc
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -24,42 +27,76 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
-FORKED_RANK = Path(__file__).with_name("forked_rank")
+FORKED = Path(__file__).with_name("forked")
+RANKS, JOBS = "ranks", "jobs"
+"""What the two processes fork, and the names of their sockets: scripts; launchers and agents."""
+IMPORTED = {
+    RANKS: ("torch._dynamo", "torch.distributed.optim", "torch.distributed.run", "dadt.api", "dadt.inject.worker"),
+    JOBS: (
+        "dadt_cli.run.command",
+        "dadt.launch.agent.__main__",
+        "dadt.launch.launchers.ssh",
+        "dadt.launch.launchers.simulated",
+    ),
+}
+"""By them. The first optimizer imports torch._dynamo, and DDP torch.distributed.optim."""
 NAMESPACES = ("pid", "net", "uts", "mnt")
 ROOM = 64 << 10
-"""Bytes for a rank's variables where the kernel shows them, in /proc/PID/environ."""
+"""Bytes for a process's variables where the kernel shows them, in /proc/PID/environ."""
+FREE = 256
+"""From this file descriptor on none is asked for."""
+
+
+def python() -> str:
+    """A program that stands in the place of `python`, for `dadt run --python` or before a script's name."""
+    return program("python")
+
+
+def dadt() -> str:
+    """A program that stands in the place of `dadt`: launcher, agents and ranks are forked."""
+    return program("dadt")
+
+
+def program(name: str) -> str:
+    """The one that stands in the place of `python`, `dadt` or `torchrun`."""
+    return str(_programs() / name)
 
 
 @functools.cache
-def python() -> str:
-    """A program that stands in the place of `python`, for `dadt run --python` or before a script's name."""
+def _programs() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="dadt-forkserver-")
-    program = Path(folder.name, "python")
-    program.write_text(f"#!{sys.executable} -IS\n{FORKED_RANK.read_text()}")
-    program.chmod(0o755)
+    for name in ("python", "dadt", "torchrun"):
+        program = Path(folder.name, name)
+        program.write_text(f"#!{sys.executable} -IS\n{FORKED.read_text()}")
+        program.chmod(0o755)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ROOM": ROOM * "x"}
-    command = [sys.executable, __file__, str(program.with_name("socket"))]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
-    assert process.stdin is not None and process.stdout is not None
-    assert process.stdout.readline() == b"listening\n"
+    commands = [[sys.executable, __file__, str(Path(folder.name, name))] for name in (RANKS, JOBS)]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) for command in commands
+    ]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == b"listening\n"
 
     def end() -> None:
         from harness.patience import PATIENCE  # this file is also run by its path, without this package
 
-        process.stdin.close()
-        process.wait(PATIENCE)
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(PATIENCE)
         folder.cleanup()
 
     atexit.register(end)
-    return str(program)
+    return Path(folder.name)
 
 
-class Rank:
-    """A forked process, and the connection of the forked_rank whose place in the job it has."""
+class Forked:
+    """A forked process, and the connection of the `forked` whose place in the job it has."""
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self.pid = pid
@@ -137,46 +174,49 @@ def serve(address: str) -> dict[str, Any] | None:
     ready.register(sys.stdin, selectors.EVENT_READ)
     own = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
     print("listening", flush=True)
-    ranks: list[Rank] = []
+    forked: list[Forked] = []
     while True:
         for key, _ in ready.select():
             if key.fileobj is sys.stdin:
-                for rank in ranks:
-                    rank.kill()
+                for each in forked:
+                    each.kill()
                 return None
             if key.fileobj is listener:
                 connection = listener.accept()[0]
                 files: list[int] = []
                 try:
-                    size, files, _, _ = socket.recv_fds(connection, 8, 3 + len(NAMESPACES))
+                    size, files, _, _ = socket.recv_fds(connection, 8, 4 + len(NAMESPACES))
                     order = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
                     if len(files) < 3 + len(NAMESPACES):
                         raise ConnectionError("it was killed before it had said what it is for")
-                    pid = fork_within(files[3], own[0])
-                except OSError as error:  # of this rank, which ends by it; the server is there for the others
-                    print(f"no rank is forked: {error}", file=sys.stderr)
+                    pid = fork_within(files[0], own[0])
+                except OSError as error:  # of this process, which ends by it; the server is there for the others
+                    print(f"nothing is forked: {error}", file=sys.stderr)
                     for file in files:
                         os.close(file)
                     connection.close()
                     continue
                 if pid == 0:
                     os.setsid()
-                    for there, here in zip(files[4:], own[1:], strict=True):
+                    for there, here in zip(files[1 : len(NAMESPACES)], own[1:], strict=True):
                         enter(there, here)
                     connection.send(b"P" + os.getpid().to_bytes(8, "big"))
-                    for number, file in enumerate(files[:3]):
-                        os.dup2(file, number)
+                    given = [fcntl.fcntl(file, fcntl.F_DUPFD, FREE) for file in files[len(NAMESPACES) :]]
                     for file in [*files, *own]:
                         os.close(file)
-                    for each in (connection, listener, ready, *ranks):
+                    for each in (connection, listener, ready, *forked):
                         each.close()
-                    return json.loads(order)
+                    what = json.loads(order)
+                    for number, file in zip(what["numbers"], given, strict=True):
+                        os.dup2(file, number)
+                        os.close(file)
+                    return what
                 for file in files:
                     os.close(file)
-                ranks.append(Rank(pid, connection))
-                ready.register(ranks[-1].end, selectors.EVENT_READ, ranks[-1])
-                ready.register(connection, selectors.EVENT_READ, ranks[-1])
-            elif key.data not in ranks:
+                forked.append(Forked(pid, connection))
+                ready.register(forked[-1].end, selectors.EVENT_READ, forked[-1])
+                ready.register(connection, selectors.EVENT_READ, forked[-1])
+            elif key.data not in forked:
                 pass  # buried since this was seen
             elif key.fileobj is key.data.connection:  # the job has ended it
                 ready.unregister(key.fileobj)
@@ -186,7 +226,7 @@ def serve(address: str) -> dict[str, Any] | None:
                 if key.data.connection in ready.get_map():
                     ready.unregister(key.data.connection)
                 key.data.bury()
-                ranks.remove(key.data)
+                forked.remove(key.data)
 
 
 def set_environment(env: dict[str, str]) -> None:
@@ -208,29 +248,66 @@ def unbuffered() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
+def run(program: str) -> Any:
+    """Run what `forked` stands for: a script, a launcher or an agent. Returns the names that a script has made."""
+    if program == "dadt":
+        import dadt_cli
+
+        return dadt_cli.main()
+    if program == "agent":
+        from dadt.launch.agent import __main__ as agent
+
+        return agent.main()
+    if program == "torchrun":
+        from torch.distributed.run import main as torchrun
+
+        return torchrun()
+    Import()
+    sys.path.insert(0, str(Path(program).parent))
+    sys.modules.pop("sitecustomize", None)  # that of the server's Python, as Debian's has one
+    if importlib.util.find_spec("sitecustomize"):
+        import sitecustomize  # noqa: F401
+    return runpy.run_path(program, run_name="__main__")
+
+
+def leave(names: dict[str, Any] | None, code: int) -> None:
+    """End as Python does, but for what was there before the fork, which it would take apart piece by piece: a second of
+    each rank."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if names is not None:
+        names.clear()
+    gc.collect()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            sys.exit(code)  # Python finds it as well, and says so
+    os._exit(code)
+
+
 def main() -> None:
-    import torch._dynamo  # what the first optimizer imports
-    import torch.distributed.optim  # noqa: F401  # and DDP
-
-    import dadt.api  # noqa: F401
-    from dadt.inject import worker  # noqa: F401
-
-    gc.freeze()  # or every rank would go through all of that at its end, which takes a second
+    sys.path.pop(0)  # this folder
+    for name in IMPORTED[Path(sys.argv[1]).name]:
+        importlib.import_module(name)
+    gc.freeze()
     if (order := serve(sys.argv[1])) is None:
         return
     os.chdir(order["cwd"])
     set_environment(order["env"])
     sys.argv = order["argv"]
-    if os.environ.get("PYTHONUNBUFFERED"):
+    if os.environ.get("PYTHONUNBUFFERED") or order["unbuffered"]:
         unbuffered()
-    Import()
-    sys.path[:1] = [str(Path(sys.argv[0]).parent), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
     if warning := os.environ.get("PYTHONWARNINGS"):
         warnings.simplefilter(warning)  # type: ignore[arg-type]  # one action for all is what tests ask for
-    sys.modules.pop("sitecustomize", None)  # that of the server's Python, as Debian's has one
-    if importlib.util.find_spec("sitecustomize"):
-        import sitecustomize  # noqa: F401
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        names, code = run(order["program"]), 0
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise  # Python prints it
+        names, code = None, end.code or 0
+    leave(names, code)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.machine import Network
 from harness.patience import PATIENCE
-from harness.run import DADT, Run, write_script
+from harness.run import Run, write_script
 
 __all__ = ["PATIENCE", "HostRun"]
 
@@ -25,13 +25,13 @@ class HostRun(Run):
         env: dict[str, str],
         alone: bool = False,
     ) -> None:
-        """alone: as for Run. A forked rank lives in the namespaces of its host all the same."""
-        python = write_script(folder, script, alone)
+        """alone: as for Run. A forked process lives in the namespaces of its host all the same."""
+        dadt = write_script(folder, script, alone)
         self.folder = folder
-        command = [*DADT, "run", "--ssh-config", network.config, *arguments]
+        command = [*dadt, "run", "--ssh-config", network.config, *arguments]
         self.process = subprocess.Popen(
             network.launcher.enter(command, folder),
-            env={**os.environ, "PYTHONWARNINGS": "default", "HOME": str(network.launcher.home), **python, **env},
+            env={**os.environ, "PYTHONWARNINGS": "default", "HOME": str(network.launcher.home), **env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -26,11 +26,20 @@ def report(value):
     with open(os.path.join({folder!r}, f"rank{{rank}}.pt"), "wb") as f:
         torch.save(value, f)
 """
-LAUNCHERS = {
-    "dadt run": lambda np: [sys.executable, "-m", "dadt_cli", "run", "-np", str(np)],
-    "torchrun": lambda np: [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", str(np)],
-    "python": lambda np: [sys.executable],
+
+
+WORDS = {
+    "dadt run": lambda np: ["run", "-np", str(np)],
+    "torchrun": lambda np: ["--nproc-per-node", str(np)],
+    "python": lambda np: [],
 }
+
+
+def starter(launcher: str, np: int, alone: bool = False) -> list[str]:
+    """What runs the script whose name follows, by one of WORDS. alone: as for `run`."""
+    name = launcher.split()[0]
+    program = str(Path(sys.executable).with_name(name)) if alone else forkserver.program(name)
+    return [program, *WORDS[launcher](np)]
 
 
 @dataclass
@@ -86,15 +95,13 @@ def run(
     **env: str,
 ) -> Run:
     """first: what comes before `import torch`. code: the exit code that is expected; None where any is. alone: Python
-    is started for each rank, where others are forked off a process that has torch."""
+    is started for the launcher and each rank, which else are forked off processes that have imported what they need."""
     path = folder / "train.py"
-    forked = launcher == "dadt run" and not alone
-    light = "" if forked or "torch.compile" in script else "from harness import light"
-    python = [forkserver.python()] if forked else []
+    light = "" if not alone or "torch.compile" in script else "from harness import light"
     prelude = PRELUDE.format(tests=str(TESTS), folder=str(folder), first=first, light=light)
     path.write_text(prelude + textwrap.dedent(script))
     done = subprocess.run(
-        [*LAUNCHERS[launcher](np), *options, *python, str(path)],
+        [*starter(launcher, np, alone), *options, str(path)],
         cwd=folder,
         capture_output=True,
         timeout=timeout,

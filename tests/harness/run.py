@@ -41,13 +41,13 @@ class Run:
     def __init__(
         self, folder: Path, script: str, arguments: list[str], env: dict[str, str], alone: bool = False
     ) -> None:
-        """alone: Python is started for each rank, where those that need torch are forked off a process that has it."""
-        python = write_script(folder, script, alone)
+        """alone: Python is started for the launcher and each rank, which else are forked where a script needs torch."""
+        dadt = write_script(folder, script, alone)
         self.folder = folder
         self.process = subprocess.Popen(
-            [*DADT, "run", *arguments],
+            [*dadt, "run", *arguments],
             cwd=folder,
-            env={**os.environ, "PYTHONWARNINGS": "default", **python, **env},
+            env={**os.environ, "PYTHONWARNINGS": "default", **env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -78,11 +78,11 @@ class Run:
         return agents[0]
 
 
-def write_script(folder: Path, script: str, alone: bool = False) -> dict[str, str]:
-    """Writes train.py. Returns the variables by which its ranks are forked, where they are."""
+def write_script(folder: Path, script: str, alone: bool = False) -> list[str]:
+    """Writes train.py. Returns the program that runs it; where ranks need torch, it is forked, as these are."""
     is_forked = "torch" in script and "getppid" not in script and not alone  # a forked rank's parent is no agent
     (folder / "train.py").write_text(script if is_forked else lightened(script))
-    return {"DADT_PYTHON": forkserver.python()} if is_forked else {}
+    return [forkserver.dadt()] if is_forked else DADT
 
 
 def end(runs: list[Run]) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pyte
 
+from harness import forkserver
 from harness.patience import PATIENCE, await_that
 from harness.run import DADT, write_script
 
@@ -38,7 +39,8 @@ class Terminal:
         height: int = 40,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        python = write_script(folder, script)
+        is_forked = write_script(folder, script) != DADT
+        python = {"DADT_PYTHON": forkserver.python()} if is_forked else {}  # only dadt itself has the terminal
         self.folder = folder
         self.text = b""
         """Everything that came, in order."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from harness.machine import Machine, Network
 from harness.patience import PATIENCE, await_that
-from harness.run import DADT, await_end_of, write_script
+from harness.run import await_end_of, write_script
 
 TRAIN = """
 import os, torch
@@ -41,13 +41,13 @@ def node(hosts: Callable[[int], Network], tmp_path: Path) -> Iterator[Node]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(machine: Machine, rank: int, where: str, script: str, *more: str) -> subprocess.Popen[str]:
-        python = write_script(tmp_path, script)
+        dadt = write_script(tmp_path, script)
         flags = ["--nnodes", "2", "--node-rank", str(rank), "--rendezvous", where, "-np", "2", *more]
-        command = machine.enter([*DADT, "run", *flags, "train.py"], tmp_path)
+        command = machine.enter([*dadt, "run", *flags, "train.py"], tmp_path)
         started.append(
             subprocess.Popen(
                 command,
-                env={**os.environ, "HOME": str(machine.home), "DADT_SECRET": SECRET, **python},
+                env={**os.environ, "HOME": str(machine.home), "DADT_SECRET": SECRET},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness.patience import PATIENCE
-from harness.run import DADT, write_script
+from harness.run import write_script
 
 from benchmarks.long_link import LongLink
 
@@ -33,14 +33,14 @@ def link(network_possible: None, tmp_path: Path) -> Iterator[LongLink]:
 
 def run(link: LongLink, folder: Path, *more: str) -> tuple[str, str]:
     """What the first of two hosts, on which `dadt run` is called by hand, has printed."""
-    python = write_script(folder, TRAIN)
+    dadt = write_script(folder, TRAIN)
     where = f"{link.addresses[0]}:29400"
     flags = ["--nnodes", "2", "--rendezvous", where, "-np", "2", "-v", *more]
     nodes = [
         subprocess.Popen(
-            [*host, *DADT, "run", *flags, "--node-rank", str(number), "train.py"],
+            [*host, *dadt, "run", *flags, "--node-rank", str(number), "train.py"],
             cwd=folder,
-            env={**os.environ, "DADT_SECRET": "what only the nodes of this job know", **python},
+            env={**os.environ, "DADT_SECRET": "what only the nodes of this job know"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

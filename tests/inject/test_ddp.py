@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # whose functions otherwise keep the group as a default
-from harness import SCRIPTS, forkserver
+from harness import SCRIPTS
 from harness.checks import assert_equal
-from harness.job import LAUNCHERS
+from harness.job import starter
 from harness.patience import PATIENCE
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -213,9 +213,8 @@ def job(folder: Path, flags: list[str], arguments: list[str]) -> tuple[dict[str,
     """The weights that the script ends with on all of its two ranks, and what DADT has said."""
     folder.mkdir()
     command = [
-        *LAUNCHERS["dadt run"](2),
+        *starter("dadt run", 2),
         *flags,
-        forkserver.python(),
         str(SCRIPT),
         "--out",
         str(folder),

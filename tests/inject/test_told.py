@@ -8,9 +8,8 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from harness import forkserver
 from harness.checks import assert_replicas_equal
-from harness.job import LAUNCHERS, joined
+from harness.job import joined, starter
 from harness.patience import PATIENCE
 
 HEAD = """
@@ -267,7 +266,7 @@ def test_a_group_that_nobody_asks_for_the_rank_shares_nothing_out(tmp_path, firs
     """As Accelerate makes it where there are no GPUs."""
     script = dedent(GROUP.format(first=first))
     (tmp_path / "train.py").write_text("import os\nimport torch\nfrom torch import nn\nrank = 0\n" + script)
-    command = [*LAUNCHERS["dadt run"](2), forkserver.python(), "train.py"]
+    command = [*starter("dadt run", 2), "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert f": {steps} steps, " in done.stderr and told in done.stderr
@@ -318,7 +317,7 @@ def printed(folder: Path, script: str, **libraries: str) -> str:
         (folder / f"{name}.py").write_text(text)
     imports = f"import torch, os, sys\nsys.path.insert(0, os.getcwd())\nimport {', '.join(libraries)}\n"
     (folder / "train.py").write_text(imports + script)
-    command = [*LAUNCHERS["dadt run"](1), forkserver.python(), "train.py"]
+    command = [*starter("dadt run", 1), "train.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -14,7 +14,7 @@ import pytest
 from harness.jobs import SEED, TRAIN, assert_flat, held, refusals, weights
 from harness.machine import Machine, Network
 from harness.patience import PATIENCE, await_that
-from harness.run import DADT, write_script
+from harness.run import write_script
 
 STRANGER = [sys.executable, Path(__file__).with_name("stranger.py")]
 SECRET = "0123456789abcdef" * 4
@@ -25,11 +25,11 @@ Begin = Callable[..., list["subprocess.Popen[str]"]]
 def begin(network: Network, tmp_path: Path) -> Iterator[Begin]:
     """begin(launcher, executor) -> its processes, node 0's first."""
     started: list[subprocess.Popen[str]] = []
-    python = write_script(tmp_path, TRAIN.format(""))
+    dadt = write_script(tmp_path, TRAIN.format(""))
 
     def one(machine: Machine, *flags: object) -> None:
-        env = {**os.environ, "HOME": str(machine.home), "DADT_SECRET": SECRET, **python}
-        command = machine.enter([*DADT, "run", *SEED, *flags, "train.py"], tmp_path)
+        env = {**os.environ, "HOME": str(machine.home), "DADT_SECRET": SECRET}
+        command = machine.enter([*dadt, "run", *SEED, *flags, "train.py"], tmp_path)
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         started.append(subprocess.Popen(command, env=env, text=True, **pipes))
 

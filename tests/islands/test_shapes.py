@@ -6,13 +6,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness.job import starter
 from harness.patience import PATIENCE
 from harness.run import Result
 
@@ -58,9 +58,8 @@ def run(
 
 def by_torch(shapes: Sequence[str], ranks: int = 4) -> dict[str, Ranks]:
     """What the first of torch's own ranks tells, on a mesh of two rows."""
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", str(ranks)]
     env = {**os.environ, "DADT_INJECT": "none"}
-    command = [*torchrun, str(SHAPES), "mesh", *shapes]
+    command = [*starter("torchrun", ranks), str(SHAPES), "mesh", *shapes]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=2 * PATIENCE)
     assert done.returncode == 0, done.stderr
     return told(done.stdout, shapes, 1)

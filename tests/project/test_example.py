@@ -63,8 +63,7 @@ def test_wrong_folder_gets_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optimizer", ["adadelta", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_two_workers(tmp_path: Path, optimizer: str) -> None:
     # One seed: what is learned in so few steps differs by a point from one to the next.
-    dadt = [sys.executable, "-m", "dadt_cli", "run", "-np", "2", "--seed", "0"]
-    command = [*dadt, forkserver.python(), str(SCRIPT), "--optimizer", optimizer]
+    command = [forkserver.dadt(), "run", "-np", "2", "--seed", "0", str(SCRIPT), "--optimizer", optimizer]
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stdout
     assert "189 steps, 139 of them delayed by one" in done.stdout
@@ -96,7 +95,7 @@ def test_the_one_with_the_api_in_plain_python(tmp_path: Path) -> None:
 
 
 def test_the_one_with_the_api_by_two_workers(tmp_path: Path) -> None:
-    dadt = [sys.executable, "-m", "dadt_cli", "run", "-np", "2", forkserver.python()]
+    dadt = [forkserver.dadt(), "run", "-np", "2"]
     done = run([*dadt, str(API_SCRIPT), "--epochs", "1"], tmp_path)
     assert done.returncode == 0, done.stdout
     assert "63 steps, 13 of them delayed by one" in done.stdout

@@ -81,7 +81,7 @@ def test_the_page_has_all() -> None:
 @pytest.mark.parametrize("name", PAGE)
 def test_by_two_workers(run: Run, tmp_path: Path, name: str) -> None:
     arguments, shown = PAGE[name]
-    text = run([*DADT, forkserver.python()], name, arguments)
+    text = run([forkserver.dadt(), "run", "-np", "2"], name, arguments)
     assert learned(name, text), text
     printed = {pattern(line) for line in text.splitlines()}
     assert not [line for line in shown.splitlines() if line != "..." and pattern(line) not in printed], text

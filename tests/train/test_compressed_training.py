@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 import torch
-from harness import SCRIPTS, forkserver
+from harness import SCRIPTS
 from harness.checks import assert_equal
-from harness.job import LAUNCHERS, joined
+from harness.job import joined, starter
 from harness.patience import PATIENCE
 from harness.scenarios import WARMUP, simulate
 
@@ -198,11 +198,10 @@ def test_the_digits(compression, tmp_path):
         options = ["--batch", "global", "--algorithm", "sync", "--warmup-steps", "40", "--compression", name]
         done = subprocess.run(
             [
-                *LAUNCHERS["dadt run"](2),
+                *starter("dadt run", 2),
                 "--log-dir",
                 str(tmp_path),
                 *options,
-                forkserver.python(),
                 str(DIGITS),
             ],
             capture_output=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,7 @@ def trainer(base: Path) -> Train:
     def train(name: str, *arguments: str, options: tuple[str, ...] | None = WARMUP, np: int = 2) -> tuple[Path, str]:
         folder = base / name
         folder.mkdir()
-        dadt = [sys.executable, "-m", "dadt_cli", "run", "-np", str(np)]
-        launch = [sys.executable] if options is None else [*dadt, *options, forkserver.python()]
+        launch = [forkserver.python()] if options is None else [forkserver.dadt(), "run", "-np", str(np), *options]
         command = [*launch, str(SCRIPT), "--folder", str(folder), *arguments]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=base, capture_output=True, timeout=PATIENCE, env=env)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import forkserver
+from harness.job import starter
 from harness.patience import PATIENCE
 
 TOY = """
@@ -97,14 +97,14 @@ def test_spawned_by_the_script(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", [DESTROY, pytest.param("pass", marks=pytest.mark.slow)], ids=["", "group forgotten"])
 def test_under_torchrun(tmp_path: Path, end: str) -> None:
-    torchrun = [beside("torchrun"), "--nproc-per-node", "2", "--master-port", port()]
+    torchrun = [*starter("torchrun", 2), "--master-port", port()]
     # Imported with DADT_INJECT=none, DADT is the backend and nothing else.
     _trained(run(tmp_path, toy(BY_ENVIRONMENT, CALL, end=end), torchrun, DADT_INJECT="none"))
 
 
 @pytest.mark.parametrize("end", [DESTROY, "pass"], ids=["", "group forgotten"])
 def test_under_dadt_run_without_an_import(tmp_path: Path, end: str) -> None:
-    command = [beside("dadt"), "run", "-np", "2", forkserver.python()]
+    command = starter("dadt run", 2, alone=end != DESTROY)  # what is left to the end of the interpreter
     _trained(run(tmp_path, toy(BY_ENVIRONMENT, CALL, imported=False, end=end), command))
 
 

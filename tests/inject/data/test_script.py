@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import forkserver, lightened
+from harness import forkserver
 from harness.patience import PATIENCE
-
-DADT = Path(sys.executable).with_name("dadt")
 
 HEAD = """
 import gc, itertools, json, os, random, shutil, sys
@@ -50,8 +47,8 @@ def result(**more):
 
 def command(folder: Path, script: str, *arguments: str, plain: bool = False) -> subprocess.CompletedProcess[str]:
     text = HEAD + textwrap.dedent(script)
-    (folder / "train.py").write_text(lightened(text) if plain else text)
-    line = [sys.executable] if plain else [str(DADT), "run", *arguments, forkserver.python()]
+    (folder / "train.py").write_text(text)
+    line = [forkserver.python()] if plain else [forkserver.dadt(), "run", *arguments]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("DADT_")} | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*line, "train.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE

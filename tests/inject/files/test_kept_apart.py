@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import forkserver
-from harness.job import LAUNCHERS
+from harness.job import starter
 from harness.patience import PATIENCE
 
 from dadt.inject.files.install import Scope
@@ -44,7 +43,7 @@ def job(tmp_path: Path):
         """What each rank has printed as JSON, and what DADT has said. first: what comes before `import torch`. last:
         an argument of the script."""
         (tmp_path / "train.py").write_text(first + HEAD + textwrap.dedent(script))
-        command = [*LAUNCHERS["dadt run"](2), *flags, *([] if first else [forkserver.python()]), "train.py", last]
+        command = [*starter("dadt run", 2, alone=first != ""), *flags, "train.py", last]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == code, done.stderr
         told = [json.loads(line[4:]) for line in sorted(done.stdout.splitlines()) if line[:4] in ("[0] ", "[1] ")]
