@@ -443,12 +443,15 @@ class Negotiation:
         stall_warning: float,
         time: ToldTime | None = None,
         cache_capacity: int = 4096,
+        silence: float = 0.0,
     ) -> None:
         """broadcaster: engine for broadcasts, which may be the same one. sockets: descriptors of connected streams,
         which this object takes over: on rank 0 one for each rank (-1 for itself), on other ranks the one to rank 0.
         cycle: seconds that a ready tensor waits to be fused with others. buffer_bytes: largest size of a fused
         operation; 0: none is fused. time: if given, there is no thread, and the caller, which simulates ranks, calls
-        `turn`. cache_capacity: number of names that rank 0 remembers."""
+        `turn`. cache_capacity: number of names that rank 0 remembers. silence: seconds without an acknowledgment after
+        which a connection counts as broken, if somebody replaces broken connections; 0: a rank whose connection breaks
+        counts as lost."""
     def allreduce(
         self,
         name: str,
@@ -503,6 +506,14 @@ class Negotiation:
     def turn(self) -> float | None:
         """Do what is due now, if there is no thread. Returns the seconds until more is due, unless a socket or a call
         comes first; None at the end."""
+    def await_break(self) -> int | None:
+        """Wait until the connection with a rank breaks, and return the rank. Returns None once this negotiation has
+        ended. For this method and the next ones see TcpExecutor."""
+    def detach(self, rank: int) -> Sequence[int] | None: ...
+    def is_detached(self, rank: int) -> bool: ...
+    def has_left(self, rank: int) -> bool: ...
+    def attach(self, rank: int, sockets: Sequence[int], received: Sequence[int]) -> bool: ...
+    def give_up(self, rank: int) -> None: ...
     def forsake(self) -> None:
         """Close the connections in a forked child."""
     @property

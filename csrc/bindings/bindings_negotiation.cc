@@ -38,6 +38,14 @@ std::shared_ptr<Ticket> exchange(Negotiation& negotiation, std::string name, std
                             std::move(group), group_size);
 }
 
+// Positions of streams, as Links has them, too.
+using Position = std::array<uint64_t, 1>;
+
+std::optional<Position> detach(Negotiation& negotiation, int rank) {
+  const auto received = negotiation.detach(rank);
+  return received ? std::optional(Position{*received}) : std::nullopt;
+}
+
 void bind_ticket(py::module_& module) {
   py::class_<Ticket, std::shared_ptr<Ticket>>(module, "Ticket")
       .def_property_readonly("name", &Ticket::name)
@@ -85,19 +93,19 @@ void bind_negotiation(py::module_& module) {
       .def(py::init([](Engine& engine, Engine& broadcaster, int rank, int world_size,
                        const std::vector<int>& sockets, double cycle, size_t buffer_bytes,
                        size_t group_buffer_bytes, double stall_warning, std::shared_ptr<ToldTime> time,
-                       size_t cache_capacity) {
+                       size_t cache_capacity, double silence) {
              const NegotiationOptions options{.cycle = cycle,
                                               .buffer_bytes = buffer_bytes,
                                               .group_buffer_bytes = group_buffer_bytes,
                                               .stall_warning = stall_warning,
                                               .cache_capacity = cache_capacity};
-             return std::unique_ptr<Negotiation, DeleteUnlocked>(
-                 new Negotiation(engine, broadcaster, rank, world_size, sockets, options, std::move(time)));
+             return std::unique_ptr<Negotiation, DeleteUnlocked>(new Negotiation(
+                 engine, broadcaster, rank, world_size, sockets, options, std::move(time), silence));
            }),
            "engine"_a, "broadcaster"_a, "rank"_a, "world_size"_a, "sockets"_a, "cycle"_a, "buffer_bytes"_a,
            "group_buffer_bytes"_a, "stall_warning"_a, "time"_a.none(true) = py::none(),
-           "cache_capacity"_a = NegotiationOptions().cache_capacity, py::keep_alive<1, 2>(),
-           py::keep_alive<1, 3>())
+           "cache_capacity"_a = NegotiationOptions().cache_capacity, "silence"_a = 0.0,
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def("allreduce", &allreduce, "name"_a, "signature"_a, "layout"_a, "inputs"_a, "outputs"_a,
            "reduction"_a, "group"_a = "", "group_size"_a = 0)
       .def("broadcast", &broadcast, "name"_a, "signature"_a, "layout"_a, "tensors"_a, "root"_a,
@@ -112,6 +120,17 @@ void bind_negotiation(py::module_& module) {
       .def("leave", &Negotiation::leave)
       .def("close", &Negotiation::close, "timeout"_a, Unlocked())
       .def("turn", &Negotiation::turn)
+      .def("await_break", &Negotiation::await_break, Unlocked())
+      .def("detach", &detach, "rank"_a, Unlocked())
+      .def("is_detached", &Negotiation::is_detached, "rank"_a, Unlocked())
+      .def("has_left", &Negotiation::has_left, "rank"_a, Unlocked())
+      .def("give_up", &Negotiation::give_up, "rank"_a, Unlocked())
+      .def(
+          "attach",
+          [](Negotiation& negotiation, int rank, const std::array<int, 1>& sockets, Position received) {
+            return negotiation.attach(rank, sockets[0], received[0]);
+          },
+          "rank"_a, "sockets"_a, "received"_a, Unlocked())
       .def("forsake", &Negotiation::forsake)
       .def_property_readonly("closed", &Negotiation::closed)
       .def_property_readonly("error",

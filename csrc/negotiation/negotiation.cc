@@ -10,6 +10,8 @@
 namespace dadt {
 namespace {
 
+constexpr double kLongSleep = 3600;  // longest time in seconds that `await_break` sleeps at once
+
 Request request_of(const Operation& operation, std::string signature, std::string group,
                    uint64_t group_size) {
   Request request{.name = operation.name,
@@ -29,7 +31,7 @@ Request request_of(const Operation& operation, std::string signature, std::strin
 
 Negotiation::Negotiation(Engine& engine, Engine& broadcaster, int rank, int world_size,
                          const std::vector<int>& sockets, const NegotiationOptions& options,
-                         std::shared_ptr<const ToldTime> time)
+                         std::shared_ptr<const ToldTime> time, double silence)
     : pid_(getpid()), state_(std::make_shared<NegotiationState>()) {
   check_rank(rank, world_size);
   const size_t expected = world_size == 1 ? sockets.size() : rank == 0 ? world_size : 1;
@@ -46,7 +48,8 @@ Negotiation::Negotiation(Engine& engine, Engine& broadcaster, int rank, int worl
   state_->time = std::move(time);
   state_->gone.resize(world_size);
   for (size_t i = 0; i < sockets.size(); ++i) {
-    if (sockets[i] >= 0) state_->links.push_back(std::make_unique<Link>(sockets[i], static_cast<int>(i)));
+    if (sockets[i] >= 0)
+      state_->links.push_back(std::make_unique<Link>(sockets[i], static_cast<int>(i), silence));
   }
   if (rank == 0) state_->coordinator.emplace(world_size, options);
   if (state_->time != nullptr) return;
@@ -214,6 +217,68 @@ std::optional<double> Negotiation::turn() {
   if (!state_->turn()) return std::nullopt;
   const auto at = state_->wake_at();
   return at == Clock::time_point::max() ? HUGE_VAL : seconds_between(state_->now(), at);
+}
+
+// Replacing connections -------------------------------------------------------------------------------
+
+std::optional<int> Negotiation::await_break() {
+  NegotiationState& state = *state_;
+  while (!inert() && !state.is_finished) {
+    state.event.wait([&] { return state.has_broken || state.is_finished; }, deadline_after(kLongSleep));
+    const std::lock_guard lock(state.links_mutex);
+    if (state.broken.empty()) continue;
+    const int rank = state.broken.front();
+    state.broken.pop_front();
+    state.has_broken = !state.broken.empty();
+    if (const Link* link = state.link_with(rank); link != nullptr && link->is_detached()) return rank;
+  }
+  return std::nullopt;
+}
+
+std::optional<uint64_t> Negotiation::detach(int rank) {
+  if (inert()) return std::nullopt;
+  std::optional<uint64_t> received;
+  {
+    const std::lock_guard lock(state_->links_mutex);
+    Link* link = state_->link_with(rank);
+    if (link == nullptr || !link->lasts() || state_->farewell) return std::nullopt;
+    // Whoever shuts a connection down on this side may fail to replace it.
+    if (!link->is_detached()) state_->break_off(*link);
+    received = link->detach();
+  }
+  state_->alarm->notify();
+  return received;
+}
+
+bool Negotiation::is_detached(int rank) {
+  if (inert()) return false;
+  const std::lock_guard lock(state_->links_mutex);
+  const Link* link = state_->link_with(rank);
+  return link != nullptr && link->is_detached();
+}
+
+bool Negotiation::has_left(int rank) {
+  if (inert()) return false;
+  const std::lock_guard lock(state_->links_mutex);
+  const Link* link = state_->link_with(rank);
+  return link != nullptr && link->has_ended();
+}
+
+bool Negotiation::attach(int rank, int socket, uint64_t received) {
+  if (inert()) return false;
+  {
+    const std::lock_guard lock(state_->links_mutex);
+    Link* link = state_->link_with(rank);
+    if (link == nullptr || !link->attach(socket, received)) return false;
+  }
+  state_->alarm->notify();
+  return true;
+}
+
+void Negotiation::give_up(int rank) {
+  if (inert()) return;
+  const std::lock_guard lock(state_->links_mutex);
+  if (Link* link = state_->link_with(rank)) state_->lose_for_good(*link);
 }
 
 void Negotiation::forsake() {

@@ -44,9 +44,12 @@ class Negotiation {
   // sockets: descriptors of connected stream sockets, which this object then owns. Rank 0 passes one for each
   // rank, with -1 for itself; other ranks pass one that leads to rank 0. broadcaster: the engine for
   // broadcasts, which may be `engine`. The engines must outlive this object. time: null except in tests that
-  // simulate ranks; with a clock there is no thread, and the test calls `turn`.
+  // simulate ranks; with a clock there is no thread, and the test calls `turn`. silence: seconds without an
+  // acknowledgement after which a connection counts as broken, if somebody waits in `await_break` and
+  // replaces connections; if 0, a rank whose connection breaks is lost.
   Negotiation(Engine& engine, Engine& broadcaster, int rank, int world_size, const std::vector<int>& sockets,
-              const NegotiationOptions& options, std::shared_ptr<const ToldTime> time = nullptr);
+              const NegotiationOptions& options, std::shared_ptr<const ToldTime> time = nullptr,
+              double silence = 0);
   // Aborts all pending tensors and joins the thread.
   ~Negotiation();
   Negotiation(const Negotiation&) = delete;
@@ -91,6 +94,19 @@ class Negotiation {
   // For a negotiation without a thread: does everything that is due now. Returns the seconds until the next
   // call is due if no bytes arrive and no method is called before; nullopt once the negotiation has ended.
   std::optional<double> turn();
+
+  // The following methods may be called from any thread; see Links.
+
+  // Blocks until the connection with a rank breaks, and returns the rank. Returns nullopt once the
+  // negotiation has ended.
+  std::optional<int> await_break();
+  // Shuts down the connection with a rank, and returns how many bytes have arrived over it and those before
+  // it. Returns nullopt if the rank has ended, or there is no such connection.
+  std::optional<uint64_t> detach(int rank);
+  bool is_detached(int rank);
+  bool has_left(int rank);
+  bool attach(int rank, int socket, uint64_t received);
+  void give_up(int rank);
 
   // Closes the sockets in a forked child, since open copies would hide the parent's end from its peers.
   void forsake();

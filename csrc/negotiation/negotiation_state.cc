@@ -31,8 +31,10 @@ void NegotiationState::run() {
 // Returns false once the negotiation has ended.
 bool NegotiationState::turn(bool sleeps) {
   if (is_finished) return false;
+  std::unique_lock lock(links_mutex, std::defer_lock);
   try {
     if (sleeps) sleep();
+    lock.lock();
     if (look_round()) return true;
   } catch (const Error& reason) {
     fail({rank, reason.code(), reason.what()});
@@ -67,15 +69,16 @@ bool NegotiationState::look_round() {
 
 void NegotiationState::sleep() {
   std::vector<pollfd> polled{{alarm->fd(), POLLIN, 0}};
-  for (const auto& link : links) {
-    if (link->open())
-      polled.push_back({link->fd(), static_cast<short>(POLLIN | (link->wants_to_write() ? POLLOUT : 0)), 0});
+  bool is_ready = false;
+  {
+    const std::lock_guard lock(links_mutex);
+    for (const auto& link : links) is_ready = link->add_to(polled) || is_ready;
   }
-  const Clock::time_point until = wake_at();
+  const Clock::time_point until = is_ready ? Clock::time_point::min() : wake_at();
   timespec left{};
   if (until != Clock::time_point::max()) {
-    const auto ns = std::max<int64_t>(
-        0, std::chrono::duration_cast<std::chrono::nanoseconds>(until - Clock::now()).count());
+    const auto now = Clock::now();
+    const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(std::max(until, now) - now).count();
     left = {ns / 1'000'000'000, ns % 1'000'000'000};
   }
   ppoll(polled.data(), polled.size(), until == Clock::time_point::max() ? nullptr : &left, nullptr);
@@ -134,10 +137,35 @@ void NegotiationState::hear(Link& link, const Link::Message& message) {
 }
 
 void NegotiationState::lose(Link& link) {
+  if (farewell) {
+    link.close();
+  } else if (link.lasts()) {
+    break_off(link);
+  } else {
+    lose_for_good(link);
+  }
+}
+
+void NegotiationState::lose_for_good(Link& link) {
   link.close();
-  if (gone[link.peer()] || farewell) return;
+  if (farewell) return;
   const std::string who = "rank " + std::to_string(link.peer());
   fail({-1, Code::kPeerLost, who + " is gone: its connection has ended without a goodbye"});
+}
+
+// Has `await_break` return the rank, so that somebody replaces its connection.
+void NegotiationState::break_off(Link& link) {
+  broken.push_back(link.peer());
+  has_broken = true;
+  event.notify();
+}
+
+// Returns the open connection with a rank; null if there is none.
+Link* NegotiationState::link_with(int peer) {
+  for (const auto& link : links) {
+    if (link->peer() == peer && link->open()) return link.get();
+  }
+  return nullptr;
 }
 
 // Fails if rank 0 has ended while something is pending, since without rank 0 nothing can be decided.

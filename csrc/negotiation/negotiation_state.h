@@ -58,8 +58,14 @@ struct NegotiationState {
   std::vector<std::string> orders;
   bool closing = false;
 
-  // Only the negotiation's thread uses the following fields.
+  // This mutex guards the following fields. It may not be locked while `mutex` is. The negotiation's thread
+  // holds it except while it sleeps.
+  std::mutex links_mutex;
   std::vector<std::unique_ptr<Link>> links;
+  std::deque<int> broken;  // ranks whose connections have broken, for await_break
+  std::atomic<bool> has_broken{false};
+
+  // Only the negotiation's thread uses the following fields.
   std::vector<bool> gone;                  // for each rank, whether it has sent a goodbye
   std::optional<Coordinator> coordinator;  // set only on rank 0
   std::unordered_map<std::string, Known> known;
@@ -83,6 +89,9 @@ struct NegotiationState {
   void receive(Link& link);
   void hear(Link& link, const Link::Message& message);
   void lose(Link& link);
+  void lose_for_good(Link& link);
+  void break_off(Link& link);
+  Link* link_with(int peer);
   bool is_due(Clock::time_point at);
   void report();
   void decide();

@@ -136,7 +136,7 @@ def test_no_folders_of_a_package_import_each_other_in_a_circle() -> None:
     assert sorted(map(list, circles)) == TIED
 
 
-CORE_LAYERS = (("base",), ("kernels",), ("engine", "mail"), ("shm", "tcp", "negotiation"), ("bindings",))
+CORE_LAYERS = (("base",), ("kernels",), ("engine", "mail"), ("shm", "tcp"), ("negotiation",), ("bindings",))
 """Of csrc, likewise."""
 
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from simulation.comm_scenario import NamedTensor
 
 SILENT_SECONDS = 40.0
-"""Seconds after which a connection over which nothing is acknowledged ends (TCP_USER_TIMEOUT in named.py)."""
+"""Seconds after which a connection over which nothing is acknowledged ends (TCP_USER_TIMEOUT in link.cc), and
+some more."""
 _FRAME = struct.Struct("<I")
 
 

@@ -12,13 +12,15 @@ from collections.abc import Callable
 from simulation.world import Do, Link, World
 
 _LENGTH = struct.Struct("<I")
+_HEAD = struct.Struct("<II")
+"""What precedes each message: its length, and how many were sent before it."""
 _KINDS = {1: "report", 2: "decision", 3: "giving up", 4: "goodbye", 5: "order"}
 _TEXT = re.compile(rb"[ -~]{3,}")
 MOST_SHOWN = 100
 
 
 def kind_of(message: bytes) -> str:
-    """The kind of a message of the negotiation; its length goes before it."""
+    """The kind of a message of the negotiation; its length goes before it, but not its number."""
     return _KINDS.get(message[4], "unknown") if len(message) > 4 else "unknown"
 
 
@@ -45,7 +47,8 @@ class ByteWire:
         self.kinds = Counter[str]()
         """How many messages of each kind the sender has sent."""
         self.sent: list[bytes] = []
-        """The newest messages."""
+        """The newest messages, without their numbers."""
+        self._number = 0
 
     @property
     def messages(self) -> int:
@@ -54,21 +57,25 @@ class ByteWire:
     def send(self, data: bytes) -> None:
         """Pass on what the sender has written, message by message."""
         self._begun += data
-        while len(self._begun) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._begun)[0]
+        while len(self._begun) >= _HEAD.size:
+            length, _ = _HEAD.unpack_from(self._begun)
+            end = _HEAD.size + length
             if len(self._begun) < end:
                 return
-            message, self._begun = self._begun[:end], self._begun[end:]
+            message, self._begun = _LENGTH.pack(length) + self._begun[_HEAD.size : end], self._begun[end:]
             self.kinds[kind_of(message)] += 1
             self.sent = [*self.sent[-7:], message]
             self.put(message)
 
     def put(self, data: bytes) -> None:
-        """Send these bytes as they are."""
+        """Send a message, or what stands for one, with the number that the receiver awaits: what ranks make of messages
+        that are repeated or left out would else never be seen."""
         if not self.link.open:
             return
         if self._world.log is not None:
             self._world.note(self._name, shown(data))
+        data = data[: _LENGTH.size] + struct.pack("<I", self._number) + data[_LENGTH.size :]
+        self._number += 1
         random = self._world.random
         at = random.randrange(1, len(data)) if len(data) > 1 and random.random() < 0.1 else 0  # TCP cuts where it likes
         for piece in (data[:at], data[at:]) if at else (data,):

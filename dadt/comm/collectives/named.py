@@ -21,28 +21,24 @@ from functools import partial
 from dadt import _core
 from dadt.comm.collectives.operation import Operation
 from dadt.comm.collectives.ordered import Pending
+from dadt.comm.executors import sockets
 from dadt.comm.executors.base import Connection, PointToPoint
-from dadt.comm.executors.meet import Meet
+from dadt.comm.executors.meet import Meet, attend
 from dadt.comm.keepalive import KeepAlive
 from dadt.config import Config
+from dadt.config.link import pace_of
 from dadt.control.accept import MOST_UNPROVED, Entrance
 from dadt.errors import CommError, StartTimeout
 from dadt.world import World, ranked
 
+_USE = "negotiation"
 _TOKEN_BYTES = 32
 _RANK = struct.Struct("<I")
 _GREETING_BYTES = _TOKEN_BYTES + _RANK.size
 _DUMP = "dump"
+Start = Callable[[_core.Negotiation], None]
 _MOST_TOLD = 8
 """Largest number of tensors that a rank names when several stall at the same time; it only counts the others."""
-_KEEPALIVE = (
-    (socket.TCP_KEEPIDLE, 10),
-    (socket.TCP_KEEPINTVL, 5),
-    (socket.TCP_KEEPCNT, 6),
-    # Milliseconds after which unacknowledged data breaks a connection; meanwhile the kernel sends no keepalive probes.
-    (socket.TCP_USER_TIMEOUT, 40_000),
-)
-"""TCP options that detect the loss of a peer's host within 40 s."""
 
 
 class Named:
@@ -66,7 +62,7 @@ class Named:
         self._on_stall = config.on_stall
         self._dump = dump
         try:
-            sockets = _connect(world, meet, config.start_timeout)
+            descriptors, start = _connect(world, meet, config)
         except BaseException as error:
             connection.abandon(f"named tensors did not start: {error}")
             raise
@@ -75,12 +71,15 @@ class Named:
             connection.engine_of("broadcast"),
             world.rank,
             world.world_size,
-            sockets,
+            descriptors,
             config.cycle_duration_ms / 1e3,
             config.all_reduce_buffer_size,
             config.group_buffer_size,
             config.stall_warning,
+            silence=0.0 if start is None else sockets.silence_of(config),
         )
+        if start is not None:
+            start(self._negotiation)
         self._kept = KeepAlive(self._has_failed)
         _open.add(self)
         # A daemon thread, so that a process that never calls close() can still exit.
@@ -198,56 +197,52 @@ def _say(text: str) -> None:
 # Connecting the ranks -------------------------------------------------------------------------------------------------
 
 
-def _connect(world: World, meet: Meet, timeout: float) -> list[int]:
-    """Connect all ranks to rank 0. Returns socket descriptors: on rank 0 one per rank (-1 for itself), elsewhere only
-    the one to rank 0."""
+def _connect(world: World, meet: Meet, config: Config) -> tuple[list[int], Start | None]:
+    """Connect all ranks to rank 0. Returns socket descriptors (on rank 0 one per rank, -1 for itself; elsewhere only
+    the one to rank 0), and a function that begins to replace these connections when they break; None if all ranks share
+    a host, where no connection breaks."""
     if world.world_size == 1:
-        return []
+        return [], None
+    if world.local_size == world.world_size:
+        return _connect_here(world, meet, config.start_timeout), None
+    connecting = partial(
+        sockets.connect, (_USE,), "named tensors", meet, world, range(world.world_size), config, star=True
+    )
+    connected = attend(meet, "connecting named tensors", connecting, sockets.Connected.close)
+    found = [[each.detach() for each in those] for those in connected.sockets[_USE]]
+    descriptors = [those[0] if those else -1 for those in found]
+    assert connected.mender is not None
+    rate = pace_of(config.link) / (world.world_size - 1)
+    start = partial(connected.mender.start, counts=list(map(len, found)), silence=sockets.silence_of(config), rate=rate)
+    return descriptors if world.rank == 0 else descriptors[:1], start
+
+
+def _connect_here(world: World, meet: Meet, timeout: float) -> list[int]:
+    """Connect ranks that share a host, over an abstract Unix address, so that no file remains and other hosts cannot
+    connect."""
     deadline = time.monotonic() + timeout
     if world.rank != 0:
         offer = meet.exchange("named tensors", b"")[0]
         return [_call(offer, world.rank, deadline)]
     token = secrets.token_bytes(_TOKEN_BYTES)
-    with _listener(world) as listener:
-        meet.exchange("named tensors", token + _name_of(listener))
-        return _accept(listener, token, world.world_size, deadline, timeout)
-
-
-def _listener(world: World) -> socket.socket:
-    """Return a listening socket. If all ranks share a host, it has an abstract Unix address, so that no file remains
-    and other hosts cannot connect."""
-    if world.local_size == world.world_size:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(f"\0dadt-{secrets.token_hex(16)}")
         listener.listen(world.world_size)
-        return listener
-    family = socket.AF_INET6 if ":" in world.address else socket.AF_INET
-    return socket.create_server((world.address, 0), family=family, backlog=world.world_size)
-
-
-def _name_of(listener: socket.socket) -> bytes:
-    name = listener.getsockname()
-    if listener.family == socket.AF_UNIX:
-        return bytes(name)
-    return f"{name[0]} {name[1]}".encode()
+        meet.exchange("named tensors", token + bytes(listener.getsockname()))
+        return _accept(listener, token, world.world_size, deadline, timeout)
 
 
 def _call(offer: bytes, rank: int, deadline: float) -> int:
     token, name = offer[:_TOKEN_BYTES], offer[_TOKEN_BYTES:]
-    left = max(0.1, deadline - time.monotonic())
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(max(0.1, deadline - time.monotonic()))
     try:
-        if name.startswith(b"\0"):
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.settimeout(left)
-            connection.connect(name)
-        else:
-            host, port = name.decode().split()
-            connection = socket.create_connection((host, int(port)), left)
+        connection.connect(name)
         connection.sendall(token + _RANK.pack(rank))
     except OSError as error:
-        where = "on this host" if name.startswith(b"\0") else f"at {name.decode().replace(' ', ':')}"
-        raise CommError(f"rank {rank} does not reach rank 0 {where}: {error}") from error
-    return _detach(connection)
+        connection.close()
+        raise CommError(f"rank {rank} does not reach rank 0 on this host: {error}") from error
+    return connection.detach()
 
 
 def _accept(listener: socket.socket, token: bytes, world_size: int, deadline: float, timeout: float) -> list[int]:
@@ -286,7 +281,7 @@ def _accept(listener: socket.socket, token: bytes, world_size: int, deadline: fl
                     at_end.callback(caller.close)
                 else:
                     drop(caller)
-        return [-1 if connection is None else _detach(connection) for connection in ranks]
+        return [-1 if connection is None else connection.detach() for connection in ranks]
 
 
 def _greeted(
@@ -307,15 +302,6 @@ def _greeted(
         return 0
     (rank,) = _RANK.unpack(said[_TOKEN_BYTES:])
     return rank if 0 < rank < len(ranks) and ranks[rank] is None else 0
-
-
-def _detach(connection: socket.socket) -> int:
-    if connection.family != socket.AF_UNIX:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    return connection.detach()
 
 
 _open: weakref.WeakSet[Named] = weakref.WeakSet()

@@ -54,19 +54,26 @@ def silence_of(config: Config) -> float:
 
 
 def connect(
-    uses: Sequence[str], name: str, meet: Meet, world: World, ranks: Sequence[int], config: Config
+    uses: Sequence[str],
+    name: str,
+    meet: Meet,
+    world: World,
+    ranks: Sequence[int],
+    config: Config,
+    *,
+    star: bool = False,
 ) -> Connected:
-    """Connect these ranks of the world with each other.
+    """Connect these ranks of the world with each other, or each with the first one only.
 
     uses: purposes of the connections; two ranks get one connection for each purpose; for DATA, they get as many as
-    `--streams` says or the link needs. name: prefix of the group's keys in the rendezvous. Raises StartTimeout, naming
-    the ranks that are not reached in time.
+    `--streams` says or the link needs. name: prefix of the group's keys in the rendezvous. star: whether ranks are
+    connected with the first one only. Raises StartTimeout, naming the ranks that are not reached in time.
     """
     if len(ranks) == 1:
         return Connected({use: [[]] for use in uses}, None)
     # A rank sends to all others at the same time over one network link, so each connection gets an equal part of its
     # rate.
-    with paced(pace_of(config.link) / (len(ranks) - 1)), _Entry(uses, name, meet, world, ranks, config) as entry:
+    with paced(pace_of(config.link) / (len(ranks) - 1)), _Entry(uses, name, meet, world, ranks, config, star) as entry:
         found = entry.connect(monotonic() + config.start_timeout)
     by_place = {use: [_in_order(found.get((use, place), {})) for place in range(len(ranks))] for use in uses}
     return Connected(by_place, entry.mender)
@@ -81,9 +88,18 @@ class _Entry:
     it."""
 
     def __init__(
-        self, uses: Sequence[str], name: str, meet: Meet, world: World, ranks: Sequence[int], config: Config
+        self,
+        uses: Sequence[str],
+        name: str,
+        meet: Meet,
+        world: World,
+        ranks: Sequence[int],
+        config: Config,
+        star: bool,
     ) -> None:
         self.place = ranks.index(world.rank)
+        self._others = [0] if star and self.place > 0 else [at for at in range(len(ranks)) if at != self.place]
+        """Indices of the ranks to connect with."""
         self._uses, self._name, self._meet, self._ranks = uses, name, meet, ranks
         self._me = f"rank {world.rank}"
         self._silence, self._timeout = config.timeout, config.start_timeout
@@ -120,10 +136,10 @@ class _Entry:
         endpoints = self._meet.get([self._endpoint(rank) for rank in self._ranks])
         reaches = [self._reach(place, blob) for place, blob in enumerate(endpoints)]
         self.mender = Mender(self.place, self._name, self._ranks, reaches, self._listener, self._silence)
-        _at_once([partial(self._dial, place, reaches[place], deadline) for place in range(self.place)])
+        _at_once([partial(self._dial, place, reaches[place], deadline) for place in self._others if place < self.place])
         if self._errors:
             raise self._errors[0]
-        wanted = {(use, place) for use in self._uses for place in range(len(self._ranks)) if place != self.place}
+        wanted = {(use, place) for use in self._uses for place in self._others}
 
         def missing() -> set[int]:
             return {
@@ -203,7 +219,7 @@ class _Entry:
             return self.mender.greet(hello)
         use, place, number, count = (hello.get(word, "") for word in ("use", "place", "number", "count"))
         right = hello.get("group") == self._name and use in (*self._uses, _PROBE)
-        right = right and isinstance(place, int) and self.place < place < len(self._ranks)
+        right = right and isinstance(place, int) and place > self.place and place in self._others
         right = right and isinstance(number, int) and isinstance(count, int) and 0 <= number < count <= MOST_STREAMS
         if not right or number in self._found.get((use, place), {}):
             return {"refused": f"{self._me} awaits another connection"}

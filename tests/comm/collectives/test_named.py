@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from harness.patience import PATIENCE, await_that
@@ -20,8 +23,9 @@ from harness.ranks import fresh_processes
 from dadt import _core
 from dadt.comm import executors
 from dadt.comm.collectives import named, operation
-from dadt.comm.collectives.named import Named, _connect, describe
+from dadt.comm.collectives.named import Named, _connect_here, describe
 from dadt.config import Config
+from dadt.control.connection import Reach, Refused, Unreached, dial
 from dadt.errors import Aborted, CommTimeout, Mismatch, PeerLost, StartTimeout
 from dadt.world import World
 
@@ -31,7 +35,7 @@ TENSORS = 1000
 class Through:
     """A Meet through whoever has started the ranks."""
 
-    secret = b""
+    secret = b"s" * 32
     outdated = None
 
     def __init__(self, pipe: Pipe) -> None:
@@ -167,6 +171,84 @@ def test_verbs_in_any_order_within_a_host_and_over_tcp(address: str) -> None:
     assert all(spawn(3, verbs, address=address))
 
 
+def cut_while_summing(named: Named) -> int:
+    """How many connections were replaced while tensors were summed."""
+    cut, step, replaced, goes_on = tcp_connections(), 0, 0, torch.ones(1)
+    while goes_on:
+        if named.rank == step % named.size:
+            now = tcp_connections()
+            replaced += len(now.keys() - cut.keys())
+            cut = now
+            for descriptor in now.values():
+                with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # it may be gone already
+                    one.shutdown(socket.SHUT_RDWR)
+        tensors = [torch.full((3,), float(i)) for i in range(20)]
+        pending = [
+            named.submit(operation.all_reduce(t, t, "sum", named.size), f"tensor {i}") for i, t in enumerate(tensors)
+        ]
+        goes_on = torch.tensor([float(step < 100 and (named.rank > 0 or replaced < 6))])
+        pending.append(named.submit(operation.all_reduce(goes_on, goes_on, "min", named.size), "goes on"))
+        for one in pending:
+            one.wait(PATIENCE)
+        assert all(torch.equal(t, torch.full((3,), float(named.size * i))) for i, t in enumerate(tensors))
+        step += 1
+    named.close(PATIENCE)
+    return replaced
+
+
+def tcp_connections() -> dict[tuple[object, object], int]:
+    """Descriptors of this process's established connections, by their ends."""
+    found = psutil.Process().net_connections("tcp")
+    return {(one.laddr, one.raddr): one.fd for one in found if one.status == psutil.CONN_ESTABLISHED}
+
+
+def test_tensors_are_summed_over_connections_that_are_replaced() -> None:
+    assert spawn(3, cut_while_summing, address="127.0.0.1")[0] >= 6
+
+
+def end_alone(named: Named) -> str | None:
+    tensor = torch.ones(3)
+    named.submit(operation.all_reduce(tensor, tensor, "sum", named.size), "first").wait(PATIENCE)
+    if named.rank == 2:
+        os._exit(1)
+    with pytest.raises(PeerLost) as caught:
+        named.submit(operation.all_reduce(tensor, tensor, "sum", named.size), "second").wait(PATIENCE)
+    return str(caught.value)
+
+
+def test_a_rank_that_dies_is_named_over_tcp_as_well() -> None:
+    results = spawn(3, end_alone, address="127.0.0.1")
+    assert results[2] is None
+    for rank in (0, 1):
+        assert "rank 2 is gone" in results[rank], results
+
+
+def attacked(named: Named) -> int:
+    """How many strangers were turned away."""
+    tensor, count = torch.ones(3), 0
+    named.submit(operation.all_reduce(tensor, tensor, "sum", named.size), "before").wait(PATIENCE)
+    if named.rank == 1:
+        (address,) = {raddr for _, raddr in tcp_connections()}  # where rank 0 listens
+        for key, use in ((b"t" * 32, "negotiation"), (Through.secret, "negotiation"), (Through.secret, "mended"),
+                         (Through.secret, "broken"), (Through.secret, "other")):  # fmt: skip
+            reach = Reach(addresses=[address[0]], port=address[1], key=key, silence=PATIENCE)
+            hello = {"use": use, "place": 2, "group": "named tensors", "number": 0, "count": 1, "attempt": 1}
+            with pytest.raises((Refused, Unreached)):
+                dial(lambda: reach, hello, 0.0)
+            count += 1
+        with socket.create_connection(address) as stranger, suppress(OSError):
+            stranger.sendall(b"\xff" * 100_000)
+    after = torch.ones(3)
+    named.submit(operation.all_reduce(after, after, "sum", named.size), "after").wait(PATIENCE)
+    assert torch.equal(after, torch.full((3,), float(named.size)))
+    named.close(PATIENCE)
+    return count
+
+
+def test_nobody_else_gets_a_connection_with_rank_0() -> None:
+    assert spawn(2, attacked, address="127.0.0.1") == [0, 5]
+
+
 def differ(named: Named) -> str:
     tensor = torch.ones(3, dtype=torch.float64 if named.rank == 1 else torch.float32)
     pending = named.submit(operation.all_reduce(tensor, tensor, "mean", named.size), "grad")
@@ -295,7 +377,7 @@ def test_broadcasts_go_over_the_executor_for_broadcasts() -> None:
 def test_ranks_that_do_not_come_are_named() -> None:
     world = World(rank=0, world_size=3, local_size=3)
     with pytest.raises(StartTimeout, match=r"ranks 1, 2 did not come to the start of named tensors within 0\.2 s"):
-        _connect(world, Alone(3), 0.2)
+        _connect_here(world, Alone(3), 0.2)
 
 
 def test_a_world_of_one_works() -> None:
