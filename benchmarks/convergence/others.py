@@ -21,12 +21,21 @@ from benchmarks.convergence.study import Run, simulated
 ROOT = Path(__file__).parents[2]
 RANKS = 4
 SECONDS = 3600.0
+
+
+def rounds(every: int) -> list[str]:
+    """Return the arguments for progress in int4 that is merged half a round late, whatever the link."""
+    rounds = ["--algorithm", "local", "--sync-every", str(every), "--overlap-steps", str(every // 2)]
+    return [*rounds, "--compression", "int4"]
+
+
 FLAGS = {
     "gossip": ["--algorithm", "gossip"],
     "gossip-sqrt": ["--algorithm", "gossip", "--scale-lr", "sqrt"],
     "local": ["--algorithm", "local", "--sync-every", "8"],
     "local-at-once": ["--algorithm", "local", "--sync-every", "8", "--overlap-steps", "0"],
     "local-int4": ["--algorithm", "local", "--sync-every", "8", "--overlap-steps", "0", "--compression", "int4"],
+    **{f"local-{every}-int4": rounds(every) for every in (4, 8, 16, 32)},
     "local-32": ["--algorithm", "local"],
     "local-sqrt": ["--algorithm", "local", "--sync-every", "8", "--scale-lr", "sqrt"],
     "diloco": ["--algorithm", "local", "--sync-every", "32", "--outer-lr", "0.7", "--outer-momentum", "0.9"],

@@ -9,16 +9,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import torch
 
-from dadt.algorithms.auto import choice
-from dadt.algorithms.auto.choice import SHOWN, Choice, Shape, Times
+from dadt.algorithms.auto import asked, choice, report
+from dadt.algorithms.auto.asked import given_algorithm, given_compression
+from dadt.algorithms.auto.choice import Times
+from dadt.algorithms.auto.record import StepRecord
+from dadt.algorithms.auto.ways import Choice
 from dadt.algorithms.local.local import Local
 from dadt.algorithms.pipe.pipe import Pipe
-from dadt.config.check import LEAST_MEASURED, round_steps
+from dadt.comm.compression import OF_MOMENTUM
+from dadt.config.check import LEAST_MEASURED
 from dadt.control.machine import cores
 from dadt.train.algorithm import Algorithm, Relaunched
 from dadt.train.attachment import Attachment
@@ -28,7 +32,7 @@ from dadt.train.measure import milliseconds
 from dadt.train.restored import RestoredExchange
 
 TRIES = 3
-"""Number of synchronous steps in which each compression is tried. A compression's first step is slow because it
+"""Least number of synchronous steps in which each compression is tried. A compression's first step is slow because it
 allocates buffers, but the median of three steps is not affected."""
 LATE = 8
 """Number of steps measured after `pipe` was chosen. Their median must confirm the time predicted for `pipe`."""
@@ -53,6 +57,8 @@ class Auto(Algorithm):
         attachment.compression = given_compression(attachment) or "none"
         self._pipe, self._local = Pipe(attachment), Local(attachment)
         """Algorithms that may be chosen. Before the choice, `Pipe` makes the steps, all of them synchronous."""
+        self._costs: Mapping[Choice, float] = {}
+        """The loss that each way costs among which the choice was made; empty before it."""
         self._pipe.waits = True
         self._way: Choice | None = None
         """The chosen algorithm and compression; None before the choice."""
@@ -63,6 +69,8 @@ class Auto(Algorithm):
         """The allgather of all ranks' measured times, until these are used to choose; None at all other times."""
         self._backwards = self._backwards_before = 0
         """Number of backward passes in the last step, and in all steps up to its exchange."""
+        self._tried: Sequence[str] = ()
+        """Compressions that are tried in the last warm-up steps."""
         self._trained: tuple[Any, ...] = ()
         """Parameters that the script trained in the first step."""
         self._found: Mapping[Choice, float] = {}
@@ -97,6 +105,11 @@ class Auto(Algorithm):
     def follow(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> Sequence[Relaunched]:
         return self._local.follow(rounds)
 
+    def started(self) -> None:
+        a = self.attachment
+        if any(way.algorithm == "local" or way.compression in OF_MOMENTUM for way in asked.ways(a)):
+            a.momentum.consider()
+
     # Measuring the synchronous steps ---------------------------------------------------------------------------
 
     def starting(self) -> None:
@@ -110,7 +123,9 @@ class Auto(Algorithm):
             self._pipe.before_step()
             return
         if not self._until:
-            untried = [name for name in compressions(a) if not record.moving(name)]
+            self._tried = asked.to_try(a)
+            every = [given] if (given := given_compression(a)) else ["none", *self._tried]
+            untried = [name for name in every if not record.moving(name)]
             self._until = a.step + max(LEAST_MEASURED - record.steps, TRIES * len(untried) + 1, a.warmup_steps - a.step)
             self._trained = a.trained
         # The difference is 0 if this step is repeated after a loss of ranks; in this case the previous count stays.
@@ -137,8 +152,7 @@ class Auto(Algorithm):
 
     def _try(self) -> None:
         """Set the compression to try in the current warm-up step."""
-        a = self.attachment
-        tried = to_try(a)
+        a, tried = self.attachment, self._tried
         # The times of the last warm-up step would be known only after the ranks have exchanged their times, so this
         # step tries nothing.
         number = len(tried) - max(self._until - a.step - 2, 0) // TRIES - 1
@@ -151,7 +165,7 @@ class Auto(Algorithm):
         a = self.attachment
         if name != a.compression:
             a.compression = name
-            a.schema.compress(name)
+            a.schema.compress(name, momentum=a.momentum.sends)
 
     @property
     def _times(self) -> Times:
@@ -179,22 +193,23 @@ class Auto(Algorithm):
         """Choose the algorithm and compression from `every`, each rank's measured times, and `sizes`, the bytes in each
         bucket of rank 0."""
         a = self.attachment
-        times = choice.slowest(every)
-        config = a.ranks.config
-        hidden = round_steps(config.sync_every) if config.fragments > 1 else (round_steps(config.sync_every) + 1) // 2
-        # With several optimizers no bucket is sent before the optimizer step, so all buckets count as a single one.
-        sizes = sizes if a.optimizers.trains_one else [sum(sizes)]
-        shape = Shape([size / max(sum(sizes), 1) for size in sizes], round_steps(config.sync_every), hidden)
-        left = choice.ways(algorithms(a, may_part=times.may_part), list(times.exchange))
-        found = {way: choice.seconds(way, times, shape) for way in left if costs_nothing(a, way)}
-        way = choice.best(found)
-        a.ranks.say(f"{_found(self._record.steps, times)}: {_flags(a)}{a.name} {_reason(way, found)}")
+        measured = choice.slowest(every)
+        times, shape = choice.completed(measured), asked.shape(a, sizes)
+        self._costs = asked.ways(a, may_part=times.may_part)
+        found = {way: choice.seconds(way, times, shape) for way in self._costs if way.compression in times.exchange}
+        way = self._best(found)
+        a.ranks.say(
+            f"{report.measured(self._record.steps, measured)}: {report.flags(a)}{a.name} {report.chosen(a, way, found)}"
+        )
         self._take(way)
         others = [each for each in found if each.algorithm != "pipe"]
         if way.algorithm == "pipe" and others:
             self._found = {each: found[each] for each in found if each == way or each in others}
             self._review = a.step + LATE + 2
             self._pipe.ends, self._pipe.stepped = self._ends, self._late_step_ends
+
+    def _best(self, found: Mapping[Choice, float]) -> Choice:
+        return choice.best(found, self._costs, asked.shown(self.attachment).doubling)
 
     @property
     def _measures(self) -> bool:
@@ -206,17 +221,20 @@ class Auto(Algorithm):
         a = self.attachment
         if not a.has_closure:
             way = Choice(given_algorithm(a) or "pipe", given_compression(a) or "none")
-            a.ranks.say(f"{_flags(a)}{a.name} chooses {way}: exchanges between GPUs cannot be measured")
+            a.ranks.say(f"{report.flags(a)}{a.name} chooses {way}: exchanges between GPUs cannot be measured")
             self._take(way)
         elif given_algorithm(a) == "local":
             self._take(Choice("local", "none"))
 
     def _ends(self) -> bool:
-        if not self._found or self.attachment.step < self._review:
+        a = self.attachment
+        if a.compression in OF_MOMENTUM and not a.momentum.begun:
+            self._review = a.step + LATE + 2  # the steps before momentum is sent are longer
+        if not self._found or a.step < self._review:
             return False
         self._gather("late steps", statistics.median(after - before for before, after in pairwise(self._ends_of_steps)))
         assert self._told is not None
-        return choice.best(self._corrected(self._told)) != self._way
+        return self._best(self._corrected(self._told)) != self._way
 
     def _late_step_ends(self) -> None:
         if self._found:
@@ -232,28 +250,33 @@ class Auto(Algorithm):
     def _choose_anew(self, told: Gathering) -> None:
         found = self._corrected(told)
         self._found, self._told = {}, None
-        if (way := choice.best(found)) != self._way:
+        if (way := self._best(found)) != self._way:
             a, late = self.attachment, next(each for each in found if each.algorithm == "pipe")
             measured = f"after {LATE} late steps, of which each took {milliseconds(found[late])}"
-            a.ranks.say(f"{measured}: {_flags(a)}{a.name} {_reason(way, found)}")
+            a.ranks.say(f"{measured}: {report.flags(a)}{a.name} {report.chosen(a, way, found)}")
             self._take(way)
 
-    def _take(self, way: Choice) -> None:
+    def _take(self, way: Choice, *, resumed: bool = False) -> None:
         """Train with the algorithm and compression `way` from the next step on. All ranks call this method together,
-        while no exchange is under way."""
+        while no exchange is under way. resumed: whether the algorithm's state is loaded right after it."""
         a = self.attachment
         self._way, self._told = way, None
         a.switch_note = {"way": list(way)}
         self._pipe.begin()
+        alone = way.algorithm == "local"
+        if alone or given_compression(a) not in OF_MOMENTUM:
+            a.momentum.ask(way.compression, alone=alone)
         self._compress(way.compression)
         if known := self._record.moving(way.compression):
             a.measure.load_state({**a.measure.state(), "exchange": known})
         if way.algorithm == "sync":
-            self._pipe.step_synchronously("" if given_algorithm(a) else f"{_flags(a)} chose sync")
-        elif way.algorithm == "local":
+            self._pipe.step_synchronously("" if given_algorithm(a) else f"{report.flags(a)} chose sync")
+        elif alone:
             a.prediction.end()
             a.switch_to(self._local)
-            self._local.begin(way.compression)
+            self._local.choose(way.compression, way.every, at_once=bool(way.every) and asked.shown(a).at_once)
+            if not resumed:
+                self._local.begin()
         else:
             a.switch_to(self._pipe)
 
@@ -268,133 +291,10 @@ class Auto(Algorithm):
     def load_state(self, state: dict[str, Any]) -> None:
         a = self.attachment
         if "way" in state:
-            algorithm, compression = state["way"]
-            self._take(Choice(algorithm, given_compression(a) or compression))
+            way = Choice(*state["way"])
+            self._take(way._replace(compression=given_compression(a) or way.compression), resumed=True)
             a.algorithm.load_state(state)
             return
         self._pipe.load_state(state)
         if "record" in state:
             self._record.load_state(state["record"])
-
-
-class StepRecord:
-    """Times that one rank measures in its synchronous steps."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._processor: list[float] = []
-        self._moving: dict[str, list[float]] = {}
-        self._handling: dict[str, list[float]] = {}
-        self._step: dict[str, list[float]] = {}
-        self._since = self._ended = 0.0
-        """CPU time of the process when the last exchange ended or the current one began, and wall-clock time when the
-        last exchange ended, in seconds."""
-
-    def computed(self) -> None:
-        """Record the CPU time of a step's computing. Called when its gradients are computed, before their exchange."""
-        now = process_time()
-        if self._since:
-            self._processor.append(now - self._since)
-        self._since = now
-
-    def exchanged(self, compression: str, moving: float) -> None:
-        now, clock = process_time(), perf_counter()
-        if self._ended:
-            self._step.setdefault(compression, []).append(clock - self._ended)
-        self._ended = clock
-        self._moving.setdefault(compression, []).append(moving)
-        self._handling.setdefault(compression, []).append(now - self._since)
-        self._since = now
-        self.steps += 1
-
-    def moving(self, compression: str) -> list[float]:
-        """Return the seconds for which each exchange so far with this compression transferred data."""
-        return self._moving.get(compression, [])
-
-    def times(self, compute: float, alone: float, cores: float, *, may_part: bool, backwards: int) -> Times:
-        processor = statistics.median(self._processor) if self._processor else 0.0
-        step, moving, handling = (
-            {name: statistics.median(each) for name, each in found.items() if name in self._step}
-            for found in (self._step, self._moving, self._handling)
-        )
-        return Times(compute, alone, processor, cores, step, moving, handling, may_part, backwards)
-
-    def state(self) -> dict[str, Any]:
-        found = {"step": self._step, "moving": self._moving, "handling": self._handling}
-        copied = {key: {name: list(each) for name, each in times.items()} for key, times in found.items()}
-        return {"steps": self.steps, "processor": list(self._processor), **copied}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.steps, self._processor = state["steps"], list(state["processor"])
-        self._step, self._moving, self._handling = (
-            {name: list(each) for name, each in state[key].items()} for key in ("step", "moving", "handling")
-        )
-
-
-def given_algorithm(a: Attachment) -> str:
-    """Return the algorithm that the user has set; empty if `--algorithm auto` leaves the choice to DADT."""
-    return "" if a.ranks.config.algorithm == "auto" else a.ranks.config.algorithm
-
-
-def given_compression(a: Attachment) -> str:
-    """Return the compression that the user has set; empty if `--compression auto` leaves the choice to DADT."""
-    return "" if a.ranks.config.compression == "auto" else a.ranks.config.compression
-
-
-def algorithms(a: Attachment, *, may_part: bool) -> list[str]:
-    """Return the algorithms to choose from. may_part: whether weights may differ between ranks, as under `local`."""
-    config = a.ranks.config
-    if given := given_algorithm(a):
-        return [given]
-    plain = config.outer_lr == 1.0 and config.outer_momentum == 0.0
-    equal = config.on_nan != "ignore" or config.verify_every
-    parts = may_part and plain and not equal and round_steps(config.sync_every) <= SHOWN[kind(a)].sync_every
-    return ["sync", "pipe", *(["local"] if parts else [])]
-
-
-def compressions(a: Attachment) -> Sequence[str]:
-    """Return the compressions to choose from: the one that the user has set, otherwise all that cost this optimizer no
-    accuracy with some algorithm."""
-    given, shown = given_compression(a), SHOWN[kind(a)]
-    more = shown.synchronous if given_algorithm(a) in ("", "sync") else ()
-    return [given] if given else [*shown.compressions, *more]
-
-
-def costs_nothing(a: Attachment, way: Choice) -> bool:
-    """Whether this choice's compression costs the optimizer no accuracy, or is the one that the user has set."""
-    shown = SHOWN[kind(a)]
-    allowed = [given_compression(a), *shown.compressions, *(shown.synchronous if way.algorithm == "sync" else ())]
-    return way.compression in allowed
-
-
-def to_try(a: Attachment) -> list[str]:
-    """Return the compressions to try in the last warm-up steps, which are those that earlier steps do not use."""
-    given = given_compression(a)
-    if not given:
-        return [name for name in compressions(a) if name != "none"]
-    return [given] if given.startswith("powersgd") else []
-
-
-def kind(a: Attachment) -> str:
-    """Return the optimizer's kind as a key of SHOWN: "sgd", or "adam" for every other optimizer."""
-    return "sgd" if isinstance(a.optimizer, torch.optim.SGD) else "adam"
-
-
-def _found(steps: int, times: Times) -> str:
-    plain, *others = times.exchange.items()
-    exchange = f"exchange {milliseconds(plain[1])}" + (f" as {plain[0]}" if plain[0] != "none" else "")
-    exchange += "".join(f", as {name} {milliseconds(each)}" for name, each in others)
-    return f"warm-up done after {steps} steps: compute {milliseconds(times.compute)}, {exchange}"
-
-
-def _flags(a: Attachment) -> str:
-    config = a.ranks.config
-    asked = (("--algorithm", config.algorithm), ("--compression", config.compression))
-    return ", ".join(f"{name} auto" for name, value in asked if value == "auto")
-
-
-def _reason(way: Choice, found: Mapping[Choice, float]) -> str:
-    first = next(iter(found))
-    if way == first:
-        return f"chooses {way}: {milliseconds(found[way])} a step, and nothing is more than 5 % faster"
-    return f"chooses {way}: {milliseconds(found[way])} a step, where {first} takes {milliseconds(found[first])}"

@@ -1,5 +1,4 @@
-"""Predicts from the ranks' measured times which algorithm and compression train fastest, among those shown to cost no
-accuracy.
+"""Predicts from the ranks' measured times how fast each way trains, and chooses one.
 
 C: seconds to compute a step. A: seconds of a step outside DADT. P: CPU seconds of a rank during C. k: CPU cores per
 rank. For each compression, S: seconds of a synchronous step without overlap. X: seconds of its exchange. p: CPU seconds
@@ -11,50 +10,25 @@ of its exchange. The predictions are those of `dadt bench advise`, which predict
 
 No prediction is below the CPU seconds divided by the cores: (P + p) / k, with `local` (P + p / H) / k. S also contains
 the wait for the slowest rank of each step, which neither C nor X has. The prediction for `pipe` is a lower bound:
-predicting weights adds time, which shows only when `pipe` runs.
+predicting weights adds time, which shows only when `pipe` runs. Momentum is not sent before the choice: its times
+follow from those of int8 and int4 by their bytes.
+
+What a way costs in loss counts as the steps that would make up for it: a step of a way that ends c above `sync` counts
+as 2^(c/d) steps, if twice as many steps end d lower.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+
+from dadt.algorithms.auto.ways import WIRE, Choice
 
 CLOSE = 1.05
-"""Choices that take at most this factor times the time of the fastest count as equally fast; of these, the one that
-changes training least is chosen."""
+"""Ways that take at most this factor times the time of the fastest count as equally fast; of these, the one that costs
+least loss is chosen."""
 _FORWARD = 1 / 3
 """Share of a step's computing time that is spent before the backward pass."""
-
-
-class Choice(NamedTuple):
-    algorithm: str
-    compression: str
-
-    def __str__(self) -> str:
-        return self.algorithm if self.compression == "none" else f"{self.algorithm} with {self.compression}"
-
-
-class HarmlessSettings(NamedTuple):
-    """The settings that cost one kind of optimizer no accuracy."""
-
-    compressions: tuple[str, ...]
-    sync_every: int
-    """Largest number of steps between two averages of `local` without loss of accuracy; 0 if `local` always loses
-    accuracy."""
-    synchronous: tuple[str, ...] = ()
-    """Further compressions that cost no accuracy with `sync`, but do with late averages."""
-
-
-SHOWN = {
-    "sgd": HarmlessSettings(("none", "bf16", "int8", "int4"), 32),
-    "adam": HarmlessSettings(("none", "int8"), 0, ("int4",)),
-}
-"""Settings, by kind of optimizer, that meet the accuracy target on all models in docs/results/accuracy.md with four
-workers. With Adam, bf16, and late averages with int4, miss the target on the GPT by a little, and `local` misses it on
-the GPT and the MLP by far. (With SGD, DiLoCo's outer optimizer misses the target.)
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +62,17 @@ class Shape:
     shares: Sequence[float]
     """For each bucket, its share of all gradient bytes, in the order in which buckets are sent."""
     sync_every: int
-    hidden: int
-    """Number of training steps that run while `local` exchanges weights in the background."""
+    """Number of steps of a round of `local`, for ways that leave it to the user."""
+    overlap: int | None = None
+    """Number of steps that run while `local` exchanges weights in the background; None for half a round, or a whole one
+    with several fragments."""
+    fragments: int = 1
+
+    def hidden(self, every: int) -> int:
+        """Return the number of steps that run behind an exchange of `local` with rounds of `every` steps."""
+        if self.overlap is not None:
+            return min(self.overlap, every)
+        return every if self.fragments > 1 else (every + 1) // 2
 
 
 def slowest(every: Sequence[Times]) -> Times:
@@ -107,14 +90,8 @@ def slowest(every: Sequence[Times]) -> Times:
     )
 
 
-def ways(algorithms: Sequence[str], compressions: Sequence[str]) -> list[Choice]:
-    """Return all pairs of an algorithm and a compression, in the given order. Pass those that change training least
-    first."""
-    return [Choice(*pair) for pair in product(algorithms, compressions)]
-
-
 def seconds(way: Choice, times: Times, shape: Shape) -> float:
-    """Return the predicted seconds of a training step with this choice of algorithm and compression."""
+    """Return the predicted seconds of a training step."""
     exchange, handling, every = times.exchange[way.compression], times.handling[way.compression], 1
     if way.algorithm == "sync":
         hidden = times.compute + exchange - _overlapping(times, exchange, shape.shares)
@@ -122,16 +99,44 @@ def seconds(way: Choice, times: Times, shape: Shape) -> float:
     elif way.algorithm == "pipe":
         found = max(times.compute, exchange)
     else:
-        every = shape.sync_every
-        found = times.alone + max(0.0, exchange - shape.hidden * times.alone) / every
+        every = way.every or shape.sync_every
+        found = times.alone + max(0.0, exchange - shape.hidden(every) * times.alone) / every
     return max(found, (times.processor + handling / every) / times.cores)
 
 
-def best(found: Mapping[Choice, float]) -> Choice:
-    """Return the choice to train with. found: predicted seconds of a step for each choice, beginning with the choice
-    that changes training least."""
-    enough = CLOSE * min(found.values())
-    return next(way for way, each in found.items() if each <= enough)
+def completed(times: Times) -> Times:
+    """Return the times with those of momentum added, if int8 and int4 were measured, and with exchanges that take at
+    least as long as their bytes need."""
+    exchange, handling = _completed(times.exchange), _with_momentum(times.handling)
+    step = dict(times.step)
+    for name, each in exchange.items():
+        measured = name if name in times.step else "int4"
+        step[name] = times.step[measured] + each - times.exchange[measured]
+    return replace(times, step=step, exchange=exchange, handling=handling)
+
+
+def _completed(exchange: Mapping[str, float]) -> dict[str, float]:
+    # Bytes that fit into the buffers of a slow link leave at once, so that few of them look faster than they are.
+    most = exchange.get("none", 0.0)
+    every = {name: max(each, most * WIRE.get(name, 0.0)) for name, each in exchange.items()}
+    return {name: max(each, most * WIRE.get(name, 0.0)) for name, each in _with_momentum(every).items()}
+
+
+def _with_momentum(found: Mapping[str, float]) -> dict[str, float]:
+    """Return the times with those of momentum, which follow from those of int8 and int4 by their bytes."""
+    if not {"int8", "int4"} <= found.keys():
+        return dict(found)
+    each = max(0.0, found["int8"] - found["int4"]) / (WIRE["int8"] - WIRE["int4"])
+    more = {name: found["int4"] - each * (WIRE["int4"] - WIRE[name]) for name in ("momentum:2", "momentum:1")}
+    return {**found, **{name: max(0.0, seconds) for name, seconds in more.items()}}
+
+
+def best(found: Mapping[Choice, float], costs: Mapping[Choice, float], doubling: float) -> Choice:
+    """Return the way to train with. found: predicted seconds of a step. costs: the loss that each way costs; both begin
+    with the way that changes training least. doubling: loss by which twice as many steps end lower."""
+    to_loss = {way: each * 2 ** (costs[way] / doubling) for way, each in found.items()}
+    enough = CLOSE * min(to_loss.values())
+    return min((way for way in found if to_loss[way] <= enough), key=costs.__getitem__)
 
 
 def _overlapping(times: Times, exchange: float, shares: Sequence[float]) -> float:

@@ -91,7 +91,7 @@ class Local(Sync):
 
     def started(self) -> None:
         if self.attachment.step >= self.attachment.warmup_steps and not self._fragments:
-            self.begin(self._compression)
+            self.begin()
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         if self.averages:
@@ -106,7 +106,7 @@ class Local(Sync):
         if self.averages:
             super().after_step()
             if a.step + 1 >= a.warmup_steps:
-                self.begin(self._compression)
+                self.begin()
             return
         self._moments.stepped()
         self._end.rounds = True
@@ -137,11 +137,16 @@ class Local(Sync):
 
     # Rounds of local steps and their exchange ------------------------------------------------------------------
 
-    def begin(self, compression: str) -> None:
-        """Begin rounds in which each rank trains alone, from weights that are equal on all ranks. compression: name of
-        the compression of the exchanged progress."""
-        a = self.attachment
+    def choose(self, compression: str, every: int, *, at_once: bool) -> None:
+        """Set the compression of the exchanged progress, and the length of a round, before the first one begins. every:
+        0 for the value of --sync-every. at_once: whether each mean is waited for, if the user has not set for how many
+        steps it is not."""
         self._compression = compression
+        self._pace.choose(every, at_once=at_once)
+
+    def begin(self) -> None:
+        """Begin rounds in which each rank trains alone, from weights that are equal on all ranks."""
+        a = self.attachment
         self._moments.share()
         self._divide()
         for module in a.modules:

@@ -26,13 +26,23 @@ class Pace:
         self._fixed = None if config.overlap_steps == "auto" else int(config.overlap_steps)
         """Number of steps for which each exchange may run in the background; None if it is as many as the previous
         exchange took."""
+        self._chosen = False
+        """Whether the length of rounds was chosen by `choose`."""
 
     @property
     def measured(self) -> bool:
         """Whether rounds take as many steps as hide their exchange, by measured times. On a GPU, times are not
         measured."""
         ranks = self._attachment.ranks
-        return ranks.config.sync_every == "auto" and ranks.device is None
+        return not self._chosen and ranks.config.sync_every == "auto" and ranks.device is None
+
+    def choose(self, every: int, *, at_once: bool) -> None:
+        """Give all rounds this number of steps; 0 leaves it as it is. at_once: whether exchanges are waited for, unless
+        the user has set --overlap-steps."""
+        if every:
+            self.every, self._chosen = every, True
+        if at_once and self._fixed is None:
+            self._fixed = 0
 
     @property
     def longest(self) -> int:

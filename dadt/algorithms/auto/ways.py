@@ -1,0 +1,98 @@
+"""The ways to train among which `auto` chooses: in how few bytes each sends what ranks tell each other, and what
+docs/results/accuracy.md shows that it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Choice(NamedTuple):
+    """One way to train."""
+
+    algorithm: str
+    compression: str
+    every: int = 0
+    """Number of steps of a round of `local`; 0 for the value of --sync-every, and with other algorithms."""
+
+    def __str__(self) -> str:
+        name = self.algorithm if self.compression == "none" else f"{self.algorithm} with {self.compression}"
+        return f"{name} every {self.every} steps" if self.every else name
+
+
+class Shown(NamedTuple):
+    """What the page of accuracy shows of one kind of optimizer."""
+
+    of: str
+    """The training whose figures count."""
+    costs: Mapping[Choice, float]
+    """Loss above that of `sync` with which each way ends, beginning with the way that changes training least. Other
+    ways are not chosen, as they cost more or were not measured."""
+    doubling: float
+    """Loss by which this training ends lower if it takes twice as many steps."""
+    at_once: bool
+    """Whether means of `local` are merged at once, since late ones cost more."""
+
+
+SHOWN = {
+    "sgd": Shown(
+        "the CNN",
+        {
+            Choice("sync", "none"): 0.0,
+            Choice("sync", "bf16"): 0.0005,
+            Choice("sync", "int8"): 0.0005,
+            Choice("sync", "int4"): 0.0021,
+            Choice("pipe", "none"): 0.0004,
+            Choice("pipe", "bf16"): 0.0009,
+            Choice("pipe", "int8"): 0.0009,
+            Choice("pipe", "int4"): 0.0025,
+            Choice("local", "none", 8): 0.0037,
+            Choice("local", "int4", 8): 0.0058,
+            Choice("local", "none", 32): 0.0066,
+            Choice("local", "int4", 32): 0.0087,
+        },
+        0.028,
+        at_once=False,
+    ),
+    "adam": Shown(
+        "the GPT",
+        {
+            Choice("sync", "none"): 0.0,
+            Choice("sync", "int8"): 0.0013,
+            Choice("sync", "int4"): 0.0013,
+            Choice("sync", "momentum:2"): 0.009,
+            Choice("sync", "momentum:1"): 0.009,
+            Choice("pipe", "none"): 0.0045,
+            Choice("pipe", "int8"): 0.0077,
+            Choice("pipe", "int4"): 0.0148,
+            Choice("pipe", "momentum:2"): 0.019,
+            Choice("pipe", "momentum:1"): 0.019,
+            Choice("local", "int4", 4): 0.013,
+            Choice("local", "int4", 8): 0.031,
+        },
+        0.167,
+        at_once=True,
+    ),
+}
+"""What `auto` counts on, by kind of optimizer. The table of these figures in docs/results/accuracy.md says where they
+come from."""
+
+WIRE = {
+    "none": 1.0,
+    "bf16": 1 / 2,
+    "fp16": 1 / 2,
+    "int8": (256 + 4) / 1024,
+    "int4": (128 + 4) / 1024,
+    "momentum:2": (64 + 4) / 1024,
+    "momentum:1": (32 + 4) / 1024,
+}
+"""Bytes that are sent for each byte of float32, by compression. Blocks of 256 values have 4 more for their scale."""
+REFRESHED = WIRE["int8"] / 50
+"""The same for Adam's second moments, which ranks that send momentum or step alone send in 8 bits every 50 steps."""
+
+
+def sent(way: Choice, *, adaptive: bool) -> float:
+    """Return the bytes that ranks send in a step, as a share of uncompressed gradients. adaptive: whether the optimizer
+    has second moments."""
+    refreshed = REFRESHED if adaptive and (way.every or way.compression.startswith("momentum")) else 0.0
+    return WIRE.get(way.compression, 1.0) / max(way.every, 1) + refreshed
