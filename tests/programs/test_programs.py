@@ -94,7 +94,11 @@ PROGRAMS_TRIED = [
 ]
 
 
-IN_ISLANDS = {Program("island_lightning"): "checkpoints/last.ckpt"}
+IN_ISLANDS = {
+    Program("island_lightning"): "checkpoints/last.ckpt",
+    Program("island_accelerate"): "checkpoints/7/pytorch_model_fsdp_0",
+    Program("island_trainer"): "out/checkpoint-96/pytorch_model_fsdp_0",
+}
 """Programs, and what they leave for a single process to load."""
 
 
