@@ -135,6 +135,7 @@ def clients_of(network: Network) -> list[int]:
     return [p.pid for p in psutil.process_iter(["cmdline"]) if any(config in word for word in p.info["cmdline"] or ())]
 
 
+@pytest.mark.alone
 def test_a_dry_run_shows_the_command_and_connects_to_nobody(hosts: Callable[[int], Network], launch: Launch) -> None:
     network = hosts(1)
     result = launch(network, WHERE, "--dry-run")

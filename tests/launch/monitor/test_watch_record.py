@@ -7,6 +7,7 @@ import os
 import signal
 from typing import Any
 
+import pytest
 from harness.run import Result
 
 TRAIN = """\
@@ -102,6 +103,7 @@ def test_workers_that_could_not_be_started_are_reported(launch):
         assert report["exit_code"] == 3 and "cannot be run" in report["error"]
 
 
+@pytest.mark.alone
 def test_a_lost_agent_is_reported(start):
     run = start(TRAIN.format("open(f'ready{rank}', 'w').write(str(os.getpid()))\ntime.sleep(600)"))
     run.wait_for("ready0", "ready1")
