@@ -169,7 +169,8 @@ DEATH = FrameKind({"text": text(TEXT), "steps_": COUNT})
 """Frame that says which rank has ended and how. `steps` is the number of the rank's steps, if it ended successfully."""
 
 _ranks, _writers = listed(RANK, MOST_RANKS), listed(STEP, MOST_RANKS)
-APPROACH = FrameKind({"number": COUNT, "rank": RANK, "known": COUNT, "last": flag})  # a replacement worker asks to join
+APPROACH = FrameKind({"number": COUNT, "rank": RANK, "known": listed(COUNT, MOST_RANKS), "last": flag})
+"""A replacement worker, or all of an island, the first of which has this rank, ask to join."""
 REGROUP = FrameKind({"generation": COUNT, "members": _ranks, "firsts": _ranks, "writers_": _writers, "text": text(TEXT),
                 "handed_": COUNT})  # fmt: skip
 """Frame sent when a new generation of ranks begins, for example after a loss. It says which ranks train from now on

@@ -27,7 +27,7 @@ class AgentReports:
         if frame.kind == "preempted":
             ranks.deaths.preempted = True
         elif frame.kind == "approach":
-            requests.approaches.hear(Approach(frame["number"], frame["rank"], frame["known"], frame["last"]))
+            requests.approaches.hear(Approach(frame["number"], frame["rank"], tuple(frame["known"]), frame["last"]))
         elif frame.kind == "interrupt":
             if not ranks.closing:  # a rank whose script is over ignores Ctrl-C, as all ranks are about to end
                 together = ranks.together and len(self._attachments) > 0

@@ -8,18 +8,19 @@ from typing import NamedTuple
 
 
 class Approach(NamedTuple):
-    """Request of a new worker, which asks how far the running ranks have trained."""
+    """Request of a new worker, or of all new workers of an island, which ask how far the running ranks have
+    trained."""
 
     number: int
     """The request's number, counted from 1 over the whole job."""
     rank: int
-    """Rank of the new worker that sent the request."""
-    known: int
-    """Number of bytes that the new worker already has of the recorded values, which scripts on running ranks have read
-    from tensors."""
+    """Rank of the new worker that sent the request; in islands, of the first new worker."""
+    known: tuple[int, ...]
+    """For each of the new workers, the number of bytes that it already has of the recorded values, which scripts on
+    running ranks have read from tensors."""
     last: bool
-    """Whether this is the new worker's last request. At the step at which running ranks handle it, they wait for the
-    worker, which then joins them."""
+    """Whether this is the last request. At the step at which running ranks handle it, they wait for the new workers,
+    which then join them."""
 
 
 class Approaches:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness.host_run import HostRun
 from harness.patience import await_that
+from harness.sharded import SHARDED
 
 TRAIN = """
 import os, re, subprocess, sys, time, torch
@@ -187,3 +188,40 @@ def test_no_worker_starts_on_a_host_that_is_cut_off(hosts, start, tmp_path) -> N
     assert result.code == 0, result.err
     told = re.findall(rb"\[(\d)[^]]*\] ends at (\d+ [-\d.e]+)", result.out)
     assert {rank for rank, _ in told} == {b"0", b"1"} and len({end for _, end in told}) == 1, result.out
+
+
+SHARDING = f"""{SHARDED}
+import glob, subprocess
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+step = end = 0
+while not end or step < end:
+    drawn = torch.Generator().manual_seed(100 * step + number)
+    optimizer.zero_grad()
+    model(torch.randn(4, 8, generator=drawn)).pow(2).mean().backward()
+    optimizer.step()
+    step += 1
+    if step == 20 and number == 0:
+        open("ready", "w").close()
+    if step % 10 == 0 and os.path.exists("end"):
+        end = int(open("end").read())
+    if step % 10 == 0 and number == 0 and not end:
+        if open(glob.glob("dadt-logs/*/events.jsonl")[0]).read().count(' "join"') == 2:
+            subprocess.run(f"echo {{step + 20}} > half && mv half end", shell=True, check=True)
+print("ends at", step, sum(p.detach().full_tensor().double().sum().item() for p in model.parameters()))
+"""
+
+
+@pytest.mark.slow
+def test_a_spare_host_takes_the_place_of_one_that_was_an_island(hosts, start, tmp_path) -> None:
+    """Its ranks meet at an address of the new host, and get their parts from those of the other island."""
+    network = hosts(3)
+    options = ["-np", "4", "-H", network.list(2), "--island", "host", "--min-np", "1", "--orphan-timeout", "4"]
+    run = start(network, SHARDING, *options, "--snapshot-every", "1000steps", "--output", "all", "train.py")
+    await_that((tmp_path / "ready").exists, "20 steps")
+    network.cut(network[1])
+    result = run.finish()
+    assert result.code == 0, result.err
+    assert "h2 joins: new workers start there in place of ranks 2 and 3" in result.err
+    told = re.findall(rb"\[(\d)[^]]*\] ends at (\d+ [-\d.e]+)", result.out)
+    assert {rank for rank, _ in told} == {b"0", b"1", b"2", b"3"}, result.out
+    assert len({end for _, end in told}) == 1, result.out

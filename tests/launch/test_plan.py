@@ -387,9 +387,9 @@ def test_a_wrong_signal_is_noticed_before_anything_is_made() -> None:
 
 
 def test_new_workers_that_fail_again_and_again_do_not_end_the_job() -> None:
-    replacements = Replacements(Outbox(), lambda rank, now: True)
+    replacements = Replacements(Outbox(), lambda ranks, now: True)
     for _ in range(2000):
-        replacements.exited(Member(rank=0), 0.0)
+        replacements.exited([Member(rank=0)], 0.0)
 
 
 @pytest.mark.parametrize(

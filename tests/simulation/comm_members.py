@@ -76,7 +76,7 @@ class MembersLauncher:
             return False
         member = self.rendezvous.members[rank]
         member.start_anew(self.world.now)
-        self.rendezvous.join(member, text, self.world.now)
+        self.rendezvous.join([member], text, self.world.now)
         self._tell(text)
         return True
 

@@ -55,19 +55,19 @@ class Newcomer:
         if self._last:
             return False
         near = self._rounds > 0 and perf_counter() - self._asked < NEAR_SECONDS
-        self._last = near or self._rounds == ROUNDS
-        more = True
-        while more:
-            more = self._ask()
+        while self._ask(last=near or self._rounds >= ROUNDS):
+            pass
         self._rounds, self._asked = self._rounds + 1, perf_counter()
         return True
 
-    def _ask(self) -> bool:
-        """Request the current step of the other ranks and the values recorded since the last request. Return whether
-        there are more values to request."""
+    def _ask(self, *, last: bool) -> bool:
+        """Request the current step of the other ranks and the values recorded since the last request. last: whether the
+        other ranks shall wait; in an island they do so once this holds for all of its new workers. Return whether there
+        are more values to request."""
         assert self._ranks.control is not None  # an agent exists, since it has started this replacement worker
         seconds = max(self._ranks.config.timeout, self._ranks.config.start_timeout)
-        told = plain.decode(self._ranks.control.approach(len(self._values.recorded), self._last, seconds))
+        told = plain.decode(self._ranks.control.approach(len(self._values.recorded), last, seconds))
+        self._last = told["last"]
         self.step, self.plan, self._giver, self._size = told["step"], told["plan"], told["giver"], told["size"]
         self._ranks.shares = told["shares"]
         self._values.recorded += told["values"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dadt.comm import plain
 from dadt.config.check import round_steps
+from dadt.inject.replay.everyone import gather_from_all
 from dadt.train.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Pace:
         ranks = self._runtime.ranks
         took = (self._times[-1] - self._times[0]) / max(len(self._times) - 1, 1)
         text = plain.encode(took, "the time of a step")
-        others = None if ranks.alone else ranks.gather_from_all(f"time of a step at {ranks.step}", text)
+        others = None if ranks.alone else gather_from_all(ranks, f"time of a step at {ranks.step}", text)
         self._asked = ranks.step, took, others
 
     def told(self, *, at_once: bool) -> tuple[int, int] | None:

@@ -96,14 +96,15 @@ class Cause:
         job's end."""
         self._excused.update(ranks)
 
-    def join(self, rank: int) -> None:
-        """Record that a new worker trains in place of this rank, and forget how the rank's former worker ended."""
-        self._excused.discard(rank)
-        self._tails[rank] = b""
-        for facts in (self.endings, self._records, self._said):
-            facts.pop(rank, None)
-        if rank in self._left:
-            self._left.remove(rank)
+    def join(self, ranks: Collection[int]) -> None:
+        """Record that new workers train in place of these ranks, and forget how the ranks' former workers ended."""
+        for rank in ranks:
+            self._excused.discard(rank)
+            self._tails[rank] = b""
+            for facts in (self.endings, self._records, self._said):
+                facts.pop(rank, None)
+            if rank in self._left:
+                self._left.remove(rank)
 
     def leave(self, rank: int) -> None:
         """Record that a rank's script has ended. The exit code of its process is recorded later, by `end`."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.members.member import Member
+from dadt.launch.members.node import Node
 
 
 def with_islands(ranks: Collection[int], slots: Sequence[Slot]) -> Collection[int]:
@@ -14,6 +15,11 @@ def with_islands(ranks: Collection[int], slots: Sequence[Slot]) -> Collection[in
     islands, return only these ranks."""
     size = slots[0].island_size
     return sorted({rank - rank % size + i for rank in ranks for i in range(size)}) if size else ranks
+
+
+def has_lost_host(island: Collection[Member], slots: Sequence[Slot], nodes: Sequence[Node]) -> bool:
+    """Return whether a host of these ranks is gone, so that they cannot be started anew where they were."""
+    return any(nodes[slots[member.rank].cross_rank].ended for member in island)
 
 
 def is_ahead_of_waiting(member: Member, members: Sequence[Member], size: int, now: float) -> bool:

@@ -18,6 +18,7 @@ from dadt.launch.actions import AskHost, Event, GiveUpHost, MoveOutput, Outbox, 
 from dadt.launch.ending.preemption import ranks as ranks_text
 from dadt.launch.hosts.candidates import Candidates
 from dadt.launch.hosts.slot import Slot, move
+from dadt.launch.members.islands import with_islands
 from dadt.launch.members.member import Member
 from dadt.launch.members.node import Node
 from dadt.launch.start.host_report import problem_of, room, share_folder, target_of
@@ -127,7 +128,10 @@ class Joining:
         take their place."""
         found = []
         for place, node in enumerate(self._nodes):
-            if node.ended and all(self._members[rank].lost for rank in self._ranks(place)):
+            ranks = self._ranks(place)
+            # An island of several hosts would need all of its ranks anew.
+            whole = len(with_islands(ranks, self._slots)) == len(ranks)
+            if node.ended and whole and all(self._members[rank].lost for rank in ranks):
                 found.append(place)
                 if node not in self._missed:
                     self._missed.add(node)

@@ -75,6 +75,10 @@ class Member:
         return f"pid {self.pid}{f' on {self.host}' if self.host else ''}"
 
     @property
+    def placed(self) -> str:
+        return f"rank {self.rank} ({self.place})"
+
+    @property
     def held(self) -> str:
         """Text about the condition that prevents the rank from continuing, for example that it is stopped; empty if
         there is none."""

@@ -19,7 +19,7 @@ from dadt.launch.hosts.slot import Slot
 from dadt.launch.members.early_exits import EarlyExits
 from dadt.launch.members.generation import regroup
 from dadt.launch.members.handovers import Handovers
-from dadt.launch.members.islands import is_ahead_of_waiting, with_islands
+from dadt.launch.members.islands import has_lost_host, is_ahead_of_waiting, with_islands
 from dadt.launch.members.joining import Joining
 from dadt.launch.members.member import Member
 from dadt.launch.members.node import Node
@@ -78,8 +78,8 @@ class Membership:
         self._apart = self._config.algorithm == "gossip"
         """Whether each rank trains at its own speed without waiting for the others, as with the algorithm `gossip`."""
         self._exits = EarlyExits(self._rendezvous, apart=self._apart)
-        self._replacements = Replacements(self._outbox, self._hears) if replaces(self._config) else None
-        self._handovers = Handovers(self._outbox, self.kill, self._patience)
+        self._replacements = Replacements(self._outbox, self._silences.hear) if replaces(self._config) else None
+        self._handovers = Handovers(self._outbox, self.kill, self._patience, self.island_size or 1)
 
     def can_lose(self, ranks: Collection[int]) -> bool:
         """Return whether training could continue without these ranks and the other ranks of their islands."""
@@ -168,7 +168,7 @@ class Membership:
     def failed(self, member: Member, error: str) -> None:
         """Start no further workers for a rank whose script could not be replayed up to the current step."""
         if self._replacements is not None and error == NotResumed.__name__:
-            self._replacements.send_away(member.rank)
+            self._replacements.send_away(with_islands([member.rank], self._slots))
 
     def hello(self, event: Event) -> None:
         """Handle a process's report that it has imported torch. One that trained already has replaced itself (exec)."""
@@ -191,15 +191,16 @@ class Membership:
         member, now = self._rendezvous.members[event.frame["rank"]], event.now
         member.pid, member.claimed = event.frame["pid"], True
         member.sign("has begun to train", now)
-        awaited = self._apart or self._handovers.awaited == (member.rank, self._rendezvous.generation)
+        awaited = self._apart or self._handovers.awaits(member.rank, self._rendezvous.generation)
         if member.lost and (self._told_to_end or not awaited):
             self.kill(member.rank, now)  # the other ranks continued without this worker
-        elif member.lost:
-            why = f"rank {member.rank} ({member.place}) joins"
-            self._rendezvous.join(member, why, now)
+        elif member.lost and (ranks := [member.rank] if self._apart else self._handovers.come(member.rank)):
+            joining = [self._rendezvous.members[rank] for rank in ranks]
+            why = f"{' and '.join(each.placed for each in joining)} {'join' if len(joining) > 1 else 'joins'}"
+            self._rendezvous.join(joining, why, now)
             self._handed = self._rendezvous.generation if not self._apart else 0
-            self._watch.joins(member, now)
-            self._cause.join(member.rank)
+            self._watch.joins(joining, now)
+            self._cause.join(ranks)
             self._tell(why, now)
 
     def exited(self, member: Member, goes_on: bool, now: float) -> None:
@@ -208,8 +209,13 @@ class Membership:
         self._requests.pop(member.rank, None)
         if self._handovers.ended(member.rank) and goes_on:
             self._begin_anew(f"rank {member.rank} ({member.place}) has ended before it could join", now)
-        if self._replacements is not None and goes_on and member.lost and not self._at_end:
-            self._replacements.exited(member, now)
+        if self._replacements is None or not (goes_on and member.lost):
+            return
+        island = [self._rendezvous.members[rank] for rank in with_islands([member.rank], self._slots)]
+        if left := {each.rank: now for each in island if not each.ended}:
+            self._overdue |= left  # they cannot go on without the others of their island
+        elif not (self._at_end or (self.island_size and has_lost_host(island, self._slots, self._nodes))):
+            self._replacements.exited(island, now)
 
     def _tell(self, why: str, now: float) -> None:
         """Tell all ranks which ranks are now in the job, and those with failed connections to connect again."""
@@ -262,12 +268,6 @@ class Membership:
         elif self._apart and (new := [member for member in present if member.joined and not member.finished]):
             why = f"rank {new[0].rank} ({new[0].place}) leaves, as those that began the job are at their end"
             self._leave_out([member.rank for member in new], why, now)
-
-    def _hears(self, rank: int, now: float) -> bool:
-        """Return whether a lost rank may be replaced: its host and all others hear each other, or its host is gone."""
-        here, places = self._slots[rank].cross_rank, {self._slots[member.rank].cross_rank for member in self._here}
-        cut = any(self._silences.between(here, place, now) for place in places - {here})
-        return not cut or self._nodes[here].ended
 
     @property
     def _at_end(self) -> bool:

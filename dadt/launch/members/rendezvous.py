@@ -4,7 +4,7 @@ rank still in the job has sent its own."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dadt.control.frame import Frame
@@ -73,10 +73,11 @@ class Rendezvous:
             self.members[rank].lost = True
         self._begin_anew(text, now)
 
-    def join(self, member: Member, text: str, now: float) -> None:
-        """Begin a new generation of ranks, in which this lost rank takes part again. All waiting requests are refused
+    def join(self, members: Iterable[Member], text: str, now: float) -> None:
+        """Begin a new generation of ranks, in which these lost ranks take part again. All waiting requests are refused
         with this text."""
-        member.lost, member.joined = False, True
+        for member in members:
+            member.lost, member.joined = False, True
         self._begin_anew(text, now)
 
     def start_over(self, member: Member, text: str, now: float) -> bool:

@@ -4,12 +4,13 @@ be replayed up to the step of the other ranks."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 from dadt.config import Config
 from dadt.config.check import NEVER, UNEQUAL, in_islands
 from dadt.control.frame import Frame
 from dadt.launch.actions import Outbox
+from dadt.launch.ending.preemption import ranks as ranks_text
 from dadt.launch.members.member import Member
 
 LONGEST_SECONDS = 30.0
@@ -18,9 +19,9 @@ as long."""
 
 
 def replaces(config: Config) -> bool:
-    """Return whether this job starts new workers in place of lost ones. Never with islands, since all ranks of a lost
-    island would have to return together."""
-    return config.min_np > 0 and not in_islands(config.island) and (config.algorithm == "gossip" or replays(config))
+    """Return whether this job starts new workers in place of lost ones. With gossip new workers come one by one, which
+    those of an island cannot."""
+    return config.min_np > 0 and (replays(config) or (config.algorithm == "gossip" and not in_islands(config.island)))
 
 
 def replays(config: Config) -> bool:
@@ -32,38 +33,42 @@ def replays(config: Config) -> bool:
 
 class Replacements:
     """Starts a new worker for each lost rank whose process has ended, as long as the rank's host is in the job and
-    reaches the hosts of the other ranks."""
+    reaches the hosts of the other ranks. The workers of an island are started together, once all of them have ended."""
 
-    def __init__(self, outbox: Outbox, hears: Callable[[int, float], bool]) -> None:
-        """hears: called with a lost rank and the time. It returns whether the rank may be replaced, because its host
-        receives heartbeats from the other ranks' hosts or is gone."""
+    def __init__(self, outbox: Outbox, hears: Callable[[Collection[int], float], bool]) -> None:
+        """hears: called with lost ranks and the time. It returns whether the ranks may be replaced, because their hosts
+        receive heartbeats from the other ranks' hosts or are gone."""
         self._outbox = outbox
         self._hears = hears
-        self._due: dict[int, float] = {}
-        self._tries: Counter[int] = Counter()
-        self._members: dict[int, Member] = {}
+        self._due: dict[tuple[int, ...], float] = {}
+        """For lost ranks that are started together, the time when they are."""
+        self._tries: Counter[tuple[int, ...]] = Counter()
+        self._members: dict[tuple[int, ...], Sequence[Member]] = {}
         self._away: set[int] = set()
 
-    def send_away(self, rank: int) -> None:
-        """Start no further workers in place of this rank's worker."""
-        self._away.add(rank)
+    def send_away(self, ranks: Collection[int]) -> None:
+        """Start no further workers in place of these ranks' workers."""
+        self._away.update(ranks)
 
-    def exited(self, member: Member, now: float) -> None:
-        """Record that a lost rank's process has ended, so that a new worker will be started after a pause."""
-        if member.rank in self._away:
+    def exited(self, members: Sequence[Member], now: float) -> None:
+        """Record that the processes of lost ranks have ended: of one rank, or of all of an island. New workers will be
+        started after a pause."""
+        ranks = tuple(member.rank for member in members)
+        if not self._away.isdisjoint(ranks):
             return
-        pause = min(2.0 ** min(self._tries[member.rank], 10), LONGEST_SECONDS)
-        self._tries[member.rank] += 1
-        self._members[member.rank] = member
-        self._due[member.rank] = now + pause
+        pause = min(2.0 ** min(self._tries[ranks], 10), LONGEST_SECONDS)
+        self._tries[ranks] += 1
+        self._members[ranks] = members
+        self._due[ranks] = now + pause
 
     def turn(self, now: float) -> None:
         """Start those new workers for which the pause has ended."""
-        for rank in [rank for rank, at in self._due.items() if now >= at and self._hears(rank, now)]:
-            del self._due[rank]
-            member = self._members[rank]
-            if not member.ended:  # a worker of this rank already runs on another host
+        for ranks in [ranks for ranks, at in self._due.items() if now >= at and self._hears(ranks, now)]:
+            del self._due[ranks]
+            if not all(member.ended for member in self._members[ranks]):  # they already run on another host
                 continue
-            member.start_anew(now)
-            self._outbox.send_all(Frame("worker", {"rank": rank}))
-            self._outbox.say(f"a new worker starts in place of rank {rank}")
+            for member in self._members[ranks]:
+                member.start_anew(now)
+                self._outbox.send_all(Frame("worker", {"rank": member.rank}))
+            started = "a new worker starts" if len(ranks) == 1 else "new workers start"
+            self._outbox.say(f"{started} in place of {ranks_text(ranks)}")

@@ -170,6 +170,16 @@ class Silences:
         outage = self._current.get(_pair(one, other))
         return self._text(_pair(one, other), outage, now) if outage is not None else ""
 
+    def hear(self, lost: Collection[int], now: float) -> bool:
+        """Return whether new workers of these lost ranks could reach those that train: their hosts and those of all
+        others hear each other, or are gone."""
+        here = [member.rank for member in self._rendezvous.members if not (member.lost or member.ended)]
+        places = {self._slots[rank].cross_rank for rank in here}
+        for own in {self._slots[rank].cross_rank for rank in lost}:
+            if any(self.between(own, place, now) for place in places - {own}) and not self._nodes[own].ended:
+                return False
+        return True
+
     def blame(self, now: float) -> Blame | None:
         """Return a Blame for a failure that names the longest outage between hosts which answer the launcher; None if
         there is no outage."""

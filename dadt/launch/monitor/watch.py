@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -222,14 +222,15 @@ class Watch:
         self.generations.append({"time": at, **facts})
         self._outbox.note("regroup", **facts)
 
-    def joins(self, member: Member, now: float) -> None:
-        """Record that a new worker of this rank has joined the running job."""
-        at, self.gauges[member.rank].lost_at = self._since_epoch + now, None
-        self.losses = [
-            replace(loss, replaced=at) if (loss.rank, loss.replaced) == (member.rank, None) else loss
-            for loss in self.losses
-        ]
-        self._outbox.note("join", generation=member.generation, rank=member.rank, pid=member.pid, host=member.host)
+    def joins(self, members: Iterable[Member], now: float) -> None:
+        """Record that new workers of these ranks have joined the running job."""
+        for member in members:
+            at, self.gauges[member.rank].lost_at = self._since_epoch + now, None
+            self.losses = [
+                replace(loss, replaced=at) if (loss.rank, loss.replaced) == (member.rank, None) else loss
+                for loss in self.losses
+            ]
+            self._outbox.note("join", generation=member.generation, rank=member.rank, pid=member.pid, host=member.host)
 
     def turn(self, now: float) -> None:
         """Warn the user about links between hosts that slow down the averaging. Call regularly."""

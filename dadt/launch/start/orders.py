@@ -4,6 +4,7 @@ host, the second to start its workers."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dadt.config.executor import mpi_executor
@@ -17,7 +18,7 @@ from dadt.launch.members.replacement import replaces
 from dadt.launch.start import environment, plan, standard_input
 from dadt.launch.start.placement import Placed
 from dadt.launch.start.plan import Plan
-from dadt.launch.start.torch_world import TorchWorld
+from dadt.launch.start.torch_world import TorchWorld, worlds
 
 
 def look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
@@ -54,6 +55,8 @@ def order_to_join(where: Placed, place: int) -> Frame:
     """Return the order to start workers for the agent of a host that has taken the place of a lost one in the running
     job. It does not say which rank writes files in a shared folder, as its workers learn this when they join."""
     slots = [slot for slot in where.slots if slot.cross_rank == place]
+    if size := slots[0].island_size:  # the island's ranks meet at an address of the new host
+        where = replace(where, torch=worlds(where.slots, where.nodes, size))
     return _order(where, slots, where.nodes[place], _common(where), {}, beats=heartbeats(where), joins=True)
 
 

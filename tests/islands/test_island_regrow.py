@@ -1,0 +1,92 @@
+"""The new workers of an island run their script again beside the running job, and take the place of a lost island
+together: each gets its part of the model from a rank that holds the same one."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from harness.patience import PATIENCE
+from harness.sharded import SHARDED
+
+# The loop ends 20 steps after as many new workers have joined as are to be lost: all ranks read the same number.
+SCRIPT = f"""{SHARDED}
+import subprocess
+kind, victims = sys.argv[1], [int(each) for each in sys.argv[2].split(",")]
+if kind == "ddp":
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(8, 17), torch.nn.Dropout(0.1), torch.nn.ReLU(), torch.nn.Linear(17, 3)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 30, gamma=0.9)
+
+def events(kind):
+    with open(f"dadt-logs/{{os.environ['DADT_JOB']}}/events.jsonl") as file:
+        return [event for line in file if (event := json.loads(line))["kind"] == kind]
+
+def goes_on(n):
+    if n and n % 10 == 0 and not os.path.exists("end") and len(events("join")) == 2 * len(victims):
+        # for all islands, and whole
+        subprocess.run(f"echo {{n + 20}} > end.{{number}} && ln end.{{number}} end", shell=True)
+    if n and os.path.exists("end"):
+        with open("end") as file:
+            return n < int(file.read())
+    return True
+
+def dies(n):
+    if n >= 20 and n % 10 == 0:
+        lost, half = divmod(len(events("join")), 2)  # rank by rank
+        if victims[lost : lost + 1] == [number] and not half and len(events("regroup")) == lost:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+n, norms, best, mean = 0, 0.0, 1e9, 0.0
+while goes_on(n):
+    drawn = torch.Generator().manual_seed(100 * n + number)
+    optimizer.zero_grad()
+    loss = model(torch.randn(4, 8, generator=drawn)).pow(2).mean()
+    loss.backward()
+    norms += float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    optimizer.step()
+    schedule.step()
+    n += 1
+    best = min(best, loss.item())
+    both = loss.detach().clone()
+    dist.all_reduce(both)  # within the island, as a script does that logs its loss
+    mean += both.item()
+    dies(n)
+whole = [getattr(p.detach(), "full_tensor", p.detach)().flatten() for p in model.parameters()]
+states = [m for state in optimizer.state.values() for m in state.values() if m.dim()]
+moments = [getattr(m, "full_tensor", lambda m=m: m)().flatten() for m in states]
+print("ends with", json.dumps([n, schedule.get_last_lr(), torch.cat([*whole, *moments]).tolist()]), flush=True)
+dist.destroy_process_group()
+"""
+OPTIONS = ["--island", "2", "--min-np", "1", "--warmup-steps", "5", "--snapshot-every", "1000steps"]
+
+
+def ends(result: Any, ranks: int) -> None:
+    """All ranks with the same weights and state."""
+    assert result.code == 0, result.err
+    found = [json.loads(each) for each in re.findall(r"ends with (.*)", result.out.decode())]
+    assert len(found) == ranks and all(each == found[0] for each in found), result.err
+
+
+@pytest.mark.parametrize(
+    ("kind", "algorithm", "islands", "victims"),
+    [
+        ("fsdp2", "pipe", 2, "3"),
+        pytest.param("fsdp2", "sync", 2, "0", marks=pytest.mark.slow),
+        pytest.param("ddp", "pipe", 2, "2", marks=pytest.mark.slow),
+        pytest.param("fsdp2", "pipe", 3, "1,4,0", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(400)
+def test_a_new_island_takes_the_place_of_a_lost_one(start, kind, algorithm, islands, victims) -> None:
+    options = ["-np", str(2 * islands), "--algorithm", algorithm, *OPTIONS]
+    result = start(SCRIPT, *options, "train.py", kind, victims).finish(3 * PATIENCE)
+    ends(result, 2 * islands)
+    for rank in map(int, victims.split(",")):
+        island = f"ranks {rank - rank % 2} and {rank - rank % 2 + 1}"
+        assert f"training goes on without the island of {island}" in result.err
+        assert f"new workers start in place of {island}" in result.err
