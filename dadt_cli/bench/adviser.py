@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from dadt.algorithms.auto.ways import SHOWN, Choice
 from dadt.errors import ConfigError
 from dadt_cli.bench import cost, probe
-from dadt_cli.bench.cost import BucketCost, Combination, Handling, LinkCost, LowRankBytes, MeasuredCosts, NetworkSpeed
+from dadt_cli.bench.cost import BucketCost, Handling, LinkCost, LowRankBytes, MeasuredCosts, NetworkSpeed
 from dadt_cli.bench.party import Location, Party, start
 from dadt_cli.bench.probe import ProbeResult
-from dadt_cli.bench.training import Task, flags_of
+from dadt_cli.bench.training import BEGINNING, Task, flags_of
 
 WARMUP = 2
 """Number of synchronous steps at the start of each training (--warmup-steps)."""
@@ -34,7 +35,7 @@ Progress = Callable[[str], None]
 class Checked:
     """Predicted and measured steps per second of one algorithm and compression on the available hosts."""
 
-    way: Combination
+    way: Choice
     predicted: float
     measured: float
 
@@ -141,7 +142,7 @@ def measure(
 
 def check(
     figures: MeasuredCosts,
-    ways: Sequence[Combination],
+    ways: Sequence[Choice],
     task: Task,
     location: Location,
     ranks: int,
@@ -152,23 +153,25 @@ def check(
     executor, which transfers nothing. The compute time measured with the null executor is used in the prediction, so
     that prediction and measurement see the same load of the machine.
     """
-    checked = []
-    every = figures.sync_every
-    for algorithm in dict.fromkeys(way.algorithm for way in ways):
+    checked, shown = [], SHOWN[task.optimizer]
+    for algorithm, every in dict.fromkeys((way.algorithm, way.every or figures.sync_every) for way in ways):
         with _party(task, location, ranks, _alone(algorithm, every)) as alone:
-            for way in (way for way in ways if way.algorithm == algorithm):
+            for way in (way for way in ways if (way.algorithm, way.every or figures.sync_every) == (algorithm, every)):
                 tell(f"{way} trains")
+                waits = cost.waits(way, shown)
                 share = CHECK_SECONDS / CHECK_TURNS
-                steps = _steps(algorithm, share / cost.seconds(figures, way, hosts), every)
+                steps = _steps(algorithm, share / cost.seconds(figures, way, hosts, at_once=waits), every)
                 least = _steps(algorithm, share / 2 / figures.compute[algorithm], every)
                 # `local` averages weights once in `every` steps, and its first average may come earlier, so the first
                 # `every` steps are not counted.
                 lead = every if algorithm == "local" else LEAD
-                with _party(task, location, ranks, [*way.options, "--sync-every", str(every)]) as party:
+                with _party(task, location, ranks, cost.options(way, at_once=waits)) as party:
+                    if way.compression.startswith("momentum"):
+                        party.train(0, BEGINNING)  # gradients are sent at first
                     turns = [(_turn(alone, least, LEAD), _turn(party, steps, lead)) for _ in range(CHECK_TURNS)]
                 compute, seconds = (statistics.median(column) for column in zip(*turns, strict=True))
                 then = replace(figures, compute={algorithm: _unpacked(figures, algorithm, compute)})
-                checked.append(Checked(way, 1.0 / cost.seconds(then, way, hosts), 1.0 / seconds))
+                checked.append(Checked(way, 1.0 / cost.seconds(then, way, hosts, at_once=waits), 1.0 / seconds))
     return checked
 
 

@@ -96,6 +96,7 @@ def _train_command(name: str) -> click.Command:
 @click.option("--rounds", type=int, help="Number of rounds; contenders take turns.  [default: 10, in 5 minutes]")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
+@click.option("--optimizer", type=click.Choice(["sgd", "adam"]), default="sgd", show_default=True)
 @click.option("--data", default="", metavar="PATH", help="Real data: folders of images by class, or a text file.")
 @click.option("--against", multiple=True, metavar="LIST", help=f"Peers: {', '.join(PEERS)}.")
 @click.option(
@@ -107,7 +108,7 @@ def _train_command(name: str) -> click.Command:
 @writes("json", "csv", "plot")
 def train(
     *, outputs: Outputs, model: str, batch_size: int, accumulate: int, steps: int, rounds: int | None, device: str,
-    precision: str, data: str, against: tuple[str, ...], sweep: tuple[str, ...], **given: Any,
+    precision: str, optimizer: str, data: str, against: tuple[str, ...], sweep: tuple[str, ...], **given: Any,
 ) -> int:  # fmt: skip
     """Measure the training of a model; the commands of all models have these options."""
     config = config_of(given)
@@ -130,7 +131,7 @@ def train(
         check(group.contenders, steps, ROUNDS if rounds is None else rounds)
         check_hosts(config, group.ranks)
     data = str(Path(data).absolute()) if data else ""
-    tasks = [Task(model, group.batch_size, device, precision, data, accumulate) for group in wanted]
+    tasks = [Task(model, group.batch_size, device, precision, data, accumulate, optimizer) for group in wanted]
     measured = measure_in_turn(wanted, tasks, location_of(config, given), steps, rounds)
     results = results_of(wanted, tasks, measured, notes, ROUNDS if rounds is None else rounds, network_of(config))
     results.report(f"{model}, {'; '.join(map(size_of, wanted))}{network_of(config)}", outputs)

@@ -58,7 +58,8 @@ def results_of(
 ) -> BenchResults:
     hello, task = measured[0].hello, tasks[0]
     rows = [row for each in measured for row in each.rows]
-    how = task.precision + (f", {task.accumulate} backwards per step" if task.accumulate > 1 else "")
+    how = ("" if task.optimizer == "sgd" else f"{task.optimizer}, ") + task.precision
+    how += f", {task.accumulate} backwards per step" if task.accumulate > 1 else ""
     done = sorted({len(each.turns[0]) for each in measured})
     title = f"{task.model}: {hello.parameters:,} parameters, {how}, {hello.device}{network}, {done[0]} rounds"
     told = [text for each in measured if (text := conclusion(each.rows))]
@@ -78,6 +79,7 @@ def results_of(
             "device": hello.device,
             "precision": task.precision,
             "accumulate": task.accumulate,
+            "optimizer": task.optimizer,
             "data": task.data,
             "threads": hello.threads,
         },

@@ -8,8 +8,8 @@ handling the data, an exchange takes:
     allreduce, ring (Patarasuk and Yuan 2009)    T(M) = o + 2 (h - 1) alpha + 2 (h - 1) / h  M / B + g M
     compressed: alltoall, then allgather         T(M) = o + h alpha + 2 (h - 1) / h  w M / B + g' M
                                                  w: bytes sent per byte: bf16, fp16 1/2; int8 (256 + 4) / 1024;
-                                                 int4 (128 + 4) / 1024, momentum:1 (32 + 4) / 1024, and every
-                                                 50 steps int8 (comm/executors/compressed.py, train/momentum.py)
+                                                 int4 (128 + 4) / 1024, momentum:N (32 N + 4) / 1024, and
+                                                 every 50 steps int8 (comm/executors/compressed.py, train/momentum.py)
     up to 32 KiB: all data goes to all hosts     T(M) = o + (h - 1) alpha + (h - 1) M / B + g M
     hierarchical: the same, with hosts as ranks, because a host's workers share its link; alpha is paid per 4 MiB
 
@@ -20,7 +20,8 @@ With C the compute time of a step (forward, then backward) and X the sum of T ov
 
     sync     each bucket is exchanged when backward has completed it, one after the other; training waits for the last
     pipe     max(C, X) (arXiv:1811.03619); with PowerSGD, X has both factors, and C includes PowerSGD's computation
-    local    (H/2 C + max(H/2 C, X)) / H for rounds of H steps, since an average has half a round to arrive
+    local    (H/2 C + max(H/2 C, X)) / H for rounds of H steps, since an average has half a round to arrive; with Adam
+             C + X / H in the rounds that `auto` would choose, since they wait for it
     gossip   C, since no rank waits. An exchange takes 2 (alpha + m / B) + 2 s + t: a request and an answer of m bytes
              follow each other, each takes s seconds to compute, and both are applied in t seconds; at most one
              exchange begins in each step
@@ -35,22 +36,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dadt.algorithms.auto import choice, ways
+from dadt.algorithms.auto.ways import Choice, Shown
+
 SMALL = 32 * 1024
 """Largest size in bytes for which an allreduce is done as an allgather (dadt/comm/executors/pull.py)."""
-WIRE = {"none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": (256 + 4) / 1024, "int4": (128 + 4) / 1024}
-WIRE["momentum:1"] = (32 + 4) / 1024 + WIRE["int8"] / 50
+WIRE = {**ways.WIRE, **{name: ways.WIRE[name] + ways.REFRESHED for name in ("momentum:2", "momentum:1")}}
 """Bytes sent for each byte of float32, by compression."""
 CHUNK = 4 << 20
 """Bytes of one chunk: the hierarchical executor exchanges the data of an allreduce in chunks of this size."""
 ALGORITHMS = ("sync", "pipe", "local", "gossip")
 """The algorithms, ordered from the one that changes the training least (docs/algorithms.md)."""
-COMPRESSIONS = ("none", "bf16", "int8", "int4", "momentum:1", "powersgd:4")
+COMPRESSIONS = ("none", "bf16", "int8", "int4", "momentum:2", "momentum:1", "powersgd:4")
 ALONE = ("local", "gossip")
 """Algorithms under which ranks send no momentum, since they exchange weights."""
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-CLOSE = 0.95
-"""Settings are nearly as fast as the fastest one if their rate is at least this share of its rate. Among these
-settings, the one that changes the training least is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,26 +141,24 @@ class MeasuredCosts:
         return sum(bucket.bytes for bucket in self.buckets)
 
 
-@dataclass(frozen=True, slots=True)
-class Combination:
-    algorithm: str
-    compression: str
-
-    @property
-    def options(self) -> list[str]:
-        """Return options of `dadt run` that choose this algorithm and compression."""
-        return ["--algorithm", self.algorithm, "--compression", self.compression]
-
-    def __str__(self) -> str:
-        return self.algorithm if self.compression == "none" else f"{self.algorithm} {self.compression}"
+def options(way: Choice, *, at_once: bool) -> list[str]:
+    """Return options of `dadt run` that choose this way. at_once: whether `local` waits for its averages."""
+    rounds = ["--sync-every", str(way.every), *(["--overlap-steps", "0"] if at_once else [])] if way.every else []
+    return ["--algorithm", way.algorithm, "--compression", way.compression, *rounds]
 
 
-WAYS = tuple(
-    Combination(algorithm, compression)
-    for algorithm in ALGORITHMS
-    for compression in COMPRESSIONS
-    if not (algorithm in ALONE and compression.startswith("momentum"))
-)
+def ways_of(sync_every: int, shown: Shown) -> list[Choice]:
+    """Return the ways to predict: each algorithm with each compression, and `local` with each length of its rounds that
+    `auto` chooses from. sync_every: the length of rounds that the user has set. shown: what is known of the
+    optimizer."""
+    found = [
+        Choice(algorithm, compression, sync_every if algorithm == "local" else 0)
+        for algorithm in ALGORITHMS
+        for compression in COMPRESSIONS
+        if not (algorithm in ALONE and compression.startswith("momentum"))
+    ]
+    rounds = [way for way in shown.costs if way.every and way not in found]
+    return sorted([*found, *rounds], key=lambda way: ALGORITHMS.index(way.algorithm))
 
 
 def allreduce(figures: MeasuredCosts, size: int, compression: str, hosts: int) -> float:
@@ -177,22 +175,30 @@ def allreduce(figures: MeasuredCosts, size: int, compression: str, hosts: int) -
     return own + chunks * steps * network.alpha + 2 * (hosts - 1) / hosts * wire / network.bandwidth
 
 
-def seconds(figures: MeasuredCosts, way: Combination, hosts: int) -> float:
-    """Return the predicted seconds of one training step with the algorithm and compression `way` on `hosts` hosts."""
-    predict = {"sync": _sync, "pipe": _pipe, "local": _local, "gossip": _gossip}[way.algorithm]
+def seconds(figures: MeasuredCosts, way: Choice, hosts: int, *, at_once: bool = False) -> float:
+    """Return the predicted seconds of one training step on `hosts` hosts. at_once: whether `local` waits for its
+    averages."""
+    if way.algorithm == "local":
+        return _local(figures, way, hosts, at_once=at_once)
+    predict = {"sync": _sync, "pipe": _pipe, "gossip": _gossip}[way.algorithm]
     return predict(figures, way.compression, hosts)
 
 
-def rates(figures: MeasuredCosts, hosts: Sequence[int]) -> dict[Combination, list[float]]:
-    """Return the predicted steps per second of each algorithm and compression, for each number of hosts."""
-    return {way: [1.0 / seconds(figures, way, count) for count in hosts] for way in WAYS}
+def rates(figures: MeasuredCosts, hosts: Sequence[int], shown: Shown) -> dict[Choice, list[float]]:
+    """Return the predicted steps per second of each way, for each number of hosts. shown: what is known of the
+    optimizer."""
+    ways = ways_of(figures.sync_every, shown)
+    return {way: [1.0 / seconds(figures, way, count, at_once=waits(way, shown)) for count in hosts] for way in ways}
 
 
-def best(found: Mapping[Combination, float]) -> Combination:
-    """Return the setting that changes the training least, among those nearly as fast as the fastest (CLOSE). found:
-    rate of each setting."""
-    enough = CLOSE * max(found.values())
-    return next(way for way in WAYS if found.get(way, 0.0) >= enough)
+def waits(way: Choice, shown: Shown) -> bool:
+    """Return whether `auto` would have ranks wait for the averages of `local` in this way."""
+    return shown.at_once and way in shown.costs
+
+
+def best(found: Mapping[Choice, float], shown: Shown) -> Choice:
+    """Return the way that `auto` would choose. found: rate of each way."""
+    return choice.best({way: 1.0 / found[way] for way in shown.costs if way in found}, shown.costs, shown.doubling)
 
 
 def _sync(figures: MeasuredCosts, compression: str, hosts: int) -> float:
@@ -221,14 +227,14 @@ def _pipe(figures: MeasuredCosts, compression: str, hosts: int) -> float:
     return max(compute + _stolen(figures, figures.bytes, codec), exchange)
 
 
-def _local(figures: MeasuredCosts, compression: str, hosts: int) -> float:
+def _local(figures: MeasuredCosts, way: Choice, hosts: int, *, at_once: bool) -> float:
     """Predict the seconds of a step of `local`. PowerSGD averages two factors, and the second one only when the average
     of the weights is applied, so the training waits for the second."""
-    compute, every = figures.compute["local"], figures.sync_every
-    codec, low_rank = _codec(compression)
-    exchange = _weights(figures, compression, hosts)
+    compute, every = figures.compute["local"], way.every or figures.sync_every
+    codec, low_rank = _codec(way.compression)
+    exchange = _weights(figures, way.compression, hosts)
     stolen = _stolen(figures, figures.bytes, codec)
-    hidden = (every + 1) // 2 * compute
+    hidden = 0.0 if at_once else (every + 1) // 2 * compute
     round_ = every * compute + max(stolen, exchange - hidden)
     return (round_ + (figures.low_rank + _second(figures, hosts) if low_rank else 0.0)) / every
 

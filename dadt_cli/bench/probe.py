@@ -14,8 +14,8 @@ import torch
 
 from dadt.comm import executors
 from dadt.comm.bucket import split
+from dadt.comm.compression import OF_MOMENTUM, forms
 from dadt.comm.compression import LowRank as Form
-from dadt.comm.compression import forms
 from dadt.comm.executors import c10d
 from dadt.comm.executors.base import Connection
 from dadt.comm.executors.keys import Keys
@@ -30,7 +30,7 @@ from dadt.train.runtime import Runtime
 from dadt_cli.bench import models
 from dadt_cli.bench.cost import LinkCost
 from dadt_cli.bench.link_cost import link_costs
-from dadt_cli.bench.trainer import RATE, device_of
+from dadt_cli.bench.trainer import device_of, optimizer_of
 
 TIMEOUT = 120.0
 ROUND_TRIPS = 100
@@ -41,9 +41,8 @@ LONG = 1.0
 REPEATS = 5
 COMPUTE_SECONDS = 3.0
 LOW_RANK = "powersgd:4"
-MOMENTUM = "momentum:1"
 OF_GRADIENTS = ("none", "bf16", "int8", "int4")
-CODECS = (*OF_GRADIENTS, MOMENTUM)
+CODECS = (*OF_GRADIENTS, *OF_MOMENTUM)
 MAILS = 3
 
 Times = list[tuple[int, float]]
@@ -91,7 +90,9 @@ class ProbeResult:
     parameters: int
 
 
-def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SECONDS) -> ProbeResult:
+def probe(
+    model: str, batch_size: int, device: str, seconds: float = COMPUTE_SECONDS, optimizer: str = "sgd"
+) -> ProbeResult:
     """Measure on this rank what `dadt bench advise` needs; runs on all ranks at once. seconds: duration of the
     training. Raises ConfigError for a model that cannot be trained."""
     runtime = worker.ask()
@@ -99,7 +100,7 @@ def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SEC
         runtime.ranks.control.claim()
     where = device_of(device)
     ranks = _Ranks(runtime)
-    step = _Step(model, batch_size, where, runtime.ranks.config.bucket_mb)
+    step = _Step(model, batch_size, where, runtime.ranks.config.bucket_mb, optimizer)
     parts, ready = step.measure(seconds)
     most = min(MOST, max(LEAST, step.bytes))
     alpha, pairs = ranks.network(most)
@@ -217,7 +218,7 @@ class _Ranks:
         for size in sizes:
             parameter = torch.nn.Parameter(torch.randn(size // 4, device=device))
             parameter.grad = torch.randn_like(parameter)
-            schema = BucketPlan([parameter], [], 1 << 40, over.device, 2, compression, compression == MOMENTUM)
+            schema = BucketPlan([parameter], [], 1 << 40, over.device, 2, compression, compression in OF_MOMENTUM)
             for turn in range(REPEATS):
                 gradient = parameter.grad.clone()  # a copy, since the bucket's memory is overwritten
                 parameter.grad = gradient
@@ -283,14 +284,14 @@ class _Ranks:
 class _Step:
     """One training step of the model, with each part measured separately."""
 
-    def __init__(self, model: str, batch_size: int, device: torch.device, bucket_mb: float) -> None:
+    def __init__(self, model: str, batch_size: int, device: torch.device, bucket_mb: float, optimizer: str) -> None:
         workload = models.make(model)
         self._device = device
         self._model = workload.model.to(device)
         self._loss: Callable[..., torch.Tensor] = workload.loss
         self._batch = [part.to(device) for part in workload.batch(batch_size)]
         self.trained = [p for p in self._model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.SGD(self.trained, lr=RATE, momentum=0.9)
+        self._optimizer = optimizer_of(optimizer, self.trained)
         most = int(bucket_mb * 2**20)
         self._buckets = split(self.trained[::-1], most)
         self.parameters = sum(p.numel() for p in self._model.parameters())

@@ -9,7 +9,7 @@ import argparse
 import itertools
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter, process_time
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--data", default="")
     parser.add_argument("--peer", choices=tuple(PEERS), default="")
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--connect", required=True)
     asked = parser.parse_args()
@@ -70,7 +71,7 @@ class BenchTraining:
         count = sum(p.numel() for p in workload.model.parameters())
         model = workload.model.to(self.device)
         self._peer.shard(model, workload.shards)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+        optimizer: Any = optimizer_of(asked.optimizer, model.parameters())
         self._model, self._optimizer = self._peer.wrap(model, optimizer, asked.accumulate)
         self._batches = batches(workload, asked)
         self._loss: Callable[..., torch.Tensor] = workload.loss
@@ -126,6 +127,13 @@ class BenchTraining:
     def _finish(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def optimizer_of(name: str, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Return the optimizer that --optimizer names."""
+    if name == "adam":
+        return torch.optim.Adam(parameters, lr=RATE)
+    return torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
 
 
 def device_of(name: str) -> torch.device:

@@ -26,7 +26,9 @@ LEAD = 1
 finishes in them."""
 WARMUP = 6
 WARMUP_STEPS = {"auto": 10}
-"""Values of --warmup-steps by algorithm, where they differ from 2, the usual value."""
+"""Values of --warmup-steps by algorithm or compression, where they differ from 2, the usual value."""
+BEGINNING = 60
+"""Number of steps after which momentum is sent in few bits, at the latest, and `auto` has looked at its first steps."""
 MOST = 16
 """Maximum number of contenders, since the workers of all contenders are in memory at the same time."""
 
@@ -51,7 +53,13 @@ class Contender:
     @property
     def warmup(self) -> int:
         """Number of synchronous steps with which this contender's training begins."""
-        return WARMUP_STEPS.get(self._chosen("--algorithm", ""), 2)
+        return max(WARMUP_STEPS.get(self._chosen(option, ""), 2) for option in ("--algorithm", "--compression"))
+
+    @property
+    def settling(self) -> int:
+        """Number of steps that are not counted, after which this contender trains as it does to its end."""
+        begins = self.injected and self._chosen("--compression", "").startswith(("momentum", "auto"))
+        return BEGINNING if begins else self.warmup + WARMUP - 1
 
     @property
     def period(self) -> int:
@@ -77,6 +85,8 @@ class Task:
     data: str = ""
     accumulate: int = 1
     """Number of backward passes in a step."""
+    optimizer: str = "sgd"
+    """"sgd" with momentum, or "adam"."""
 
 
 @dataclass(frozen=True, slots=True)

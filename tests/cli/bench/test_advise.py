@@ -12,11 +12,12 @@ import pytest
 from harness import ROOT
 from harness.patience import PATIENCE
 
+from dadt.algorithms.auto.ways import SHOWN, Choice
 from dadt.api.run import run
 from dadt.errors import ConfigError
 from dadt_cli.bench import adviser, cost
-from dadt_cli.bench.cost import BucketCost, Combination, Handling, LinkCost, LowRankBytes, MeasuredCosts, NetworkSpeed
-from dadt_cli.bench.probe import ProbeResult, probe
+from dadt_cli.bench.cost import BucketCost, Handling, LinkCost, LowRankBytes, MeasuredCosts, NetworkSpeed
+from dadt_cli.bench.probe import CODECS, ProbeResult, probe
 
 FREE = Handling(0.0, 0.0, 0.0)
 MB = 1_000_000
@@ -45,7 +46,7 @@ def figures(**other) -> MeasuredCosts:
 
 
 def seconds(algorithm: str, compression: str = "none", hosts: int = 2, **other) -> float:
-    return cost.seconds(figures(**other), Combination(algorithm, compression), hosts)
+    return cost.seconds(figures(**other), Choice(algorithm, compression), hosts)
 
 
 def test_an_allreduce_sends_what_a_ring_does():
@@ -107,19 +108,40 @@ def test_low_rank_sends_two_thin_halves():
     assert seconds("pipe", "powersgd:4", buckets=buckets, network=slow, low_rank=0.2) == pytest.approx(2 + 3)
 
 
-def test_the_best_changes_the_training_least_of_those_nearly_as_fast():
-    sync, pipe, gossip = Combination("sync", "none"), Combination("pipe", "none"), Combination("gossip", "none")
-    assert cost.best({sync: 9.6, pipe: 9.9, gossip: 10.0}) == sync
-    assert cost.best({sync: 9.0, pipe: 9.9, gossip: 10.0}) == pipe
-    assert cost.best({sync: 1.0, pipe: 1.5, gossip: 10.0}) == gossip
+def test_the_best_is_what_auto_would_choose():
+    sync, pipe, gossip = Choice("sync", "none"), Choice("pipe", "none"), Choice("gossip", "none")
+    shown = SHOWN["sgd"]
+    assert cost.best({sync: 9.6, pipe: 9.9, gossip: 30.0}, shown) == sync
+    assert cost.best({sync: 9.0, pipe: 9.9, gossip: 30.0}, shown) == pipe
+    few, one = Choice("pipe", "int4"), Choice("pipe", "momentum:1")
+    assert cost.best({few: 1.0, one: 1.05}, SHOWN["adam"]) == few
+    assert cost.best({few: 1.0, one: 2.0}, SHOWN["adam"]) == one
 
 
 def test_rates_go_up_to_1024_hosts_and_fall_with_their_number():
-    rates = cost.rates(figures(network=NetworkSpeed(1e-4, 100.0 * MB)), cost.HOSTS)
-    assert len(rates) == 22
-    for way in (Combination("sync", "none"), Combination("pipe", "none")):
+    rates = cost.rates(figures(network=NetworkSpeed(1e-4, 100.0 * MB)), cost.HOSTS, SHOWN["sgd"])
+    for way in (Choice("sync", "none"), Choice("pipe", "none")):
         assert rates[way] == sorted(rates[way], reverse=True)
-    assert rates[Combination("gossip", "none")][-1] == 1.0
+    assert rates[Choice("gossip", "none")][-1] == 1.0
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_all_ways_are_predicted_that_auto_knows(kind):
+    ways = list(cost.rates(figures(), [2], SHOWN[kind]))
+    assert set(SHOWN[kind].costs) <= set(ways)
+    assert {Choice("local", "powersgd:4", 32), Choice("gossip", "int8")} <= set(ways)
+    algorithms = [way.algorithm for way in ways]
+    assert algorithms == sorted(algorithms, key=cost.ALGORITHMS.index) and len(ways) == len(set(ways))
+
+
+def test_with_adam_ranks_wait_for_the_averages_of_local():
+    slow = figures(network=NetworkSpeed(0.0, 2.0 * MB))
+    way = Choice("local", "int4", 8)
+    exchange = 50 * cost.WIRE["int4"]
+    rates = cost.rates(slow, [2], SHOWN["adam"])
+    assert 1 / rates[way][0] == pytest.approx(1 + exchange / 8)
+    assert 1 / cost.rates(slow, [2], SHOWN["sgd"])[way][0] == pytest.approx(1 + (exchange - 4) / 8)
+    assert cost.options(way, at_once=True)[-4:] == ["--sync-every", "8", "--overlap-steps", "0"]
 
 
 def found(hosts: int, alpha: float, bandwidth: float, each: float, per_byte: float) -> list[ProbeResult]:
@@ -138,8 +160,8 @@ def found(hosts: int, alpha: float, bandwidth: float, each: float, per_byte: flo
         executor="gloo",
         alpha=alpha,
         pairs=[(size, alpha + size / bandwidth) for size in sizes],
-        exchanges={name: exchange(name) for name in ("none", "bf16", "int8", "int4", "momentum:1")},
-        processor=dict.fromkeys(("none", "bf16", "int8", "int4", "momentum:1"), 1e-9),
+        exchanges={name: exchange(name) for name in CODECS},
+        processor=dict.fromkeys(CODECS, 1e-9),
         packing=1e-10,
         buckets=[(16 * MB, 1.0)],
         low_rank=[(0, 0)],
@@ -169,7 +191,7 @@ def test_the_constants_of_a_network_are_found_again(hosts):
     assert made.handling["int8"].processor == 2e-9
     assert made.link_costs["none"] == LinkCost(16 * MB, 0.02, 0.04)
     # What was measured is predicted, whatever share of it each constant has.
-    for name in ("none", "bf16", "int8", "int4", "momentum:1"):
+    for name in CODECS:
         (size, seconds), *_ = found(hosts, 2e-4, 12.5 * MB, 3e-3, 2e-9)[0].exchanges[name]
         assert cost.allreduce(made, size, name, hosts) == pytest.approx(seconds, rel=0.1)
 
@@ -199,8 +221,8 @@ def test_workers_measure_the_link_between_them(tmp_path):
     assert bucket.low_rank is not None
     assert bucket.low_rank.first + bucket.low_rank.second < bucket.bytes / 50
     # 16.3 MB at 25 MB/s: nothing else of a step takes that long.
-    assert cost.seconds(made, Combination("sync", "none"), 2) > 0.5
-    assert made.bytes / MB / cost.seconds(made, Combination("pipe", "none"), 2) < 1.15 * 25
+    assert cost.seconds(made, Choice("sync", "none"), 2) > 0.5
+    assert made.bytes / MB / cost.seconds(made, Choice("pipe", "none"), 2) < 1.15 * 25
 
 
 @pytest.mark.slow

@@ -374,3 +374,24 @@ def test_a_worker_that_refuses_or_fails_is_told_of(tmp_path: Path) -> None:
     assert "has no attribute 'FACTORY'" in failed
     (tmp_path / "late.py").write_text("import mine\ndef make():\n    return (*mine.small()[:2], None.loss)\n")
     assert "has no attribute 'loss'" in run(tmp_path, "--model", "late:make", "-np", 1, code=1)
+
+
+def test_what_begins_otherwise_is_measured_after_that() -> None:
+    def contender(*options: str) -> Contender:
+        return Contender("dadt", 2, options)
+
+    assert contender().warmup == contender("--compression", "int8").warmup == 2
+    assert contender("--algorithm", "auto").warmup == contender("--compression", "auto").warmup == 10
+    assert contender().settling == contender("--compression", "int8").settling < training.BEGINNING
+    for compression in ("momentum:2", "momentum:1", "auto"):
+        assert contender("--compression", compression).settling == training.BEGINNING
+    assert alone().settling == contender().settling
+
+
+@pytest.mark.slow
+def test_momentum_of_adam_is_measured_in_few_bits(tmp_path: Path) -> None:
+    given = ["--model", "mine:small", "-np", 2, "--batch-size", 4, "--steps", 2, "--rounds", 2]
+    few = ["--compression", "momentum:1", "--optimizer", "adam", "--json", tmp_path / "a.json"]
+    said = run(tmp_path, *given, *few)
+    assert "8 parameters, adam, fp32" in said
+    assert json.loads((tmp_path / "a.json").read_text())["model"]["optimizer"] == "adam"
