@@ -10,8 +10,8 @@ PYTHONS ?= 3.10 3.11 3.12 3.13
 BIN := .venv/bin
 # Debian has no `python` outside of an environment, and scripts are run by that name, too.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-# One at a time works in an environment, whatever else make does meanwhile.
-PIP := flock .venv $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# One at a time works in an environment, whatever else make does meanwhile. What is imported is compiled then: most is not.
+PIP := flock .venv $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Python files take effect at once; these need an install.
 BUILT := pyproject.toml dadt/config/version.py $(wildcard CMakeLists.txt) $(shell find csrc -type f)
 
@@ -195,6 +195,7 @@ native-%: .venv/torch
 
 .venv/testable: .venv/torch $(BUILT)
 	$(PIP) --no-build-isolation --editable '.[test]'
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import torch._dynamo, torch.distributed.optim'  # or all tests compile it at once
 	@touch .venv/installed $@
 
 .venv/documentable: Makefile | $(BIN)/python
