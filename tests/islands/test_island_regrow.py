@@ -13,12 +13,22 @@ from harness.sharded import SHARDED
 
 # The loop ends 20 steps after as many new workers have joined as are to be lost: all ranks read the same number.
 SCRIPT = f"""{SHARDED}
-import subprocess
+import contextlib, subprocess
+from functools import partial
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 kind, victims = sys.argv[1], [int(each) for each in sys.argv[2].split(",")]
-if kind == "ddp":
+if kind != "fsdp2":
     torch.manual_seed(0)
-    layers = torch.nn.Linear(8, 17), torch.nn.Dropout(0.1), torch.nn.ReLU(), torch.nn.Linear(17, 3)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+    layers = torch.nn.Linear(8, 18), torch.nn.Dropout(0.1), torch.nn.ReLU(), torch.nn.Linear(18, 3)
+    model = torch.nn.Sequential(*layers)
+if kind == "ddp":
+    model = torch.nn.parallel.DistributedDataParallel(model)
+elif kind == "fsdp1":
+    wrapped = lambda module, recurse, **_: recurse or isinstance(module, torch.nn.Linear)
+    model = FSDP(model, auto_wrap_policy=wrapped, use_orig_params=True, device_id=torch.device("cpu"))
+elif kind == "tensor":
+    parallelize_module(model, dist.init_device_mesh("cpu", (2,)), {{"0": ColwiseParallel(), "3": RowwiseParallel()}})
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 30, gamma=0.9)
 
@@ -41,13 +51,16 @@ def dies(n):
         if victims[lost : lost + 1] == [number] and not half and len(events("regroup")) == lost:
             os.kill(os.getpid(), signal.SIGKILL)
 
+clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
+if kind == "fsdp1":
+    clip = model.clip_grad_norm_
 n, norms, best, mean = 0, 0.0, 1e9, 0.0
 while goes_on(n):
-    drawn = torch.Generator().manual_seed(100 * n + number)
+    drawn = torch.Generator().manual_seed(100 * n + (number // 2 if kind == "tensor" else number))
     optimizer.zero_grad()
     loss = model(torch.randn(4, 8, generator=drawn)).pow(2).mean()
     loss.backward()
-    norms += float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    norms += float(clip(0.5))
     optimizer.step()
     schedule.step()
     n += 1
@@ -56,9 +69,10 @@ while goes_on(n):
     dist.all_reduce(both)  # within the island, as a script does that logs its loss
     mean += both.item()
     dies(n)
-whole = [getattr(p.detach(), "full_tensor", p.detach)().flatten() for p in model.parameters()]
+with FSDP.summon_full_params(model) if kind == "fsdp1" else contextlib.nullcontext():
+    whole = [getattr(p.detach(), "full_tensor", p.detach)().flatten().clone() for p in model.parameters()]
 states = [m for state in optimizer.state.values() for m in state.values() if m.dim()]
-moments = [getattr(m, "full_tensor", lambda m=m: m)().flatten() for m in states]
+moments = [getattr(m, "full_tensor", lambda m=m: m)().flatten() for m in states if kind != "fsdp1"]
 print("ends with", json.dumps([n, schedule.get_last_lr(), torch.cat([*whole, *moments]).tolist()]), flush=True)
 dist.destroy_process_group()
 """
@@ -73,18 +87,25 @@ def ends(result: Any, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "algorithm", "islands", "victims"),
+    ("kind", "options", "islands", "victims"),
     [
-        ("fsdp2", "pipe", 2, "3"),
-        pytest.param("fsdp2", "sync", 2, "0", marks=pytest.mark.slow),
-        pytest.param("ddp", "pipe", 2, "2", marks=pytest.mark.slow),
-        pytest.param("fsdp2", "pipe", 3, "1,4,0", marks=pytest.mark.slow),
+        ("fsdp2", (), 2, "3"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                ("fsdp2", ("--algorithm", "sync"), 2, "0"),
+                ("fsdp2", ("--compression", "int8"), 2, "3"),
+                ("fsdp2", (), 3, "1,4,0"),
+                ("fsdp1", (), 2, "1"),
+                ("tensor", (), 2, "2"),
+                ("ddp", (), 2, "2"),
+            ]
+        ),
     ],
 )
 @pytest.mark.timeout(400)
-def test_a_new_island_takes_the_place_of_a_lost_one(start, kind, algorithm, islands, victims) -> None:
-    options = ["-np", str(2 * islands), "--algorithm", algorithm, *OPTIONS]
-    result = start(SCRIPT, *options, "train.py", kind, victims).finish(3 * PATIENCE)
+def test_a_new_island_takes_the_place_of_a_lost_one(start, kind, options, islands, victims) -> None:
+    result = start(SCRIPT, "-np", str(2 * islands), *OPTIONS, *options, "train.py", kind, victims).finish(3 * PATIENCE)
     ends(result, 2 * islands)
     for rank in map(int, victims.split(",")):
         island = f"ranks {rank - rank % 2} and {rank - rank % 2 + 1}"
