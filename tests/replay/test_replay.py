@@ -88,6 +88,40 @@ def test_ranks_that_step_alone_go_on_with_what_compression_owes(launch, compress
     assert re.search(r"resumed: [12]0 steps replayed", resumed.err), resumed.err
 
 
+CHOOSES = """
+from dadt.algorithms.auto import auto
+from dadt.algorithms.auto.choice import Times
+
+def times(self, compute, alone, cores, *, may_part, backwards):
+    exchange = {name: EXCHANGE / (i + 1) for i, name in enumerate(self._moving)}
+    step = {name: 0.01 + each for name, each in exchange.items()}
+    return Times(0.01, 0.01, 0.0, 1.0, step, exchange, dict.fromkeys(exchange, 0.0), may_part)
+
+auto.StepRecord.times = times
+auto.perf_counter = lambda: 0.0  # late steps are as fast as expected
+"""
+
+
+@pytest.mark.parametrize(
+    ("exchange", "way"),
+    [(0.045, "pipe with momentum:1"), pytest.param(0.3, "local with int4 every 8 steps", marks=pytest.mark.slow)],
+)
+def test_a_job_goes_on_in_the_way_that_auto_has_chosen(launch, exchange: float, way: str) -> None:
+    """With Adam, bit for bit."""
+    begins = ["--algorithm", "auto", "--compression", "auto", "--warmup-steps", "10"]
+    begins = ["-np", "2", "--seed", "7", *begins, "--sync-every", "8"]
+    script = HEAD + CHOOSES.replace("EXCHANGE", str(exchange)) + SCRIPTS["one-cycle"]
+    undisturbed = launch(script, *begins, "train.py")
+    expected = ends(undisturbed)
+    assert f"auto chooses {way}: " in undisturbed.err
+    assert undisturbed.err.count("from now on momentum is sent") == ("momentum" in way)
+    killed = launch(script, *begins, "--snapshot-every", "25steps", "train.py", DIE="36")
+    assert killed.code != 0
+    resumed = launch(script, *begins, "--snapshot-every", "25steps", "--resume", killed.job, "train.py")
+    assert ends(resumed) == expected
+    assert "resumed: 25 steps replayed" in resumed.err and "auto chooses" not in resumed.err, resumed.err
+
+
 LARGE = """
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 2000), nn.ReLU(), nn.Linear(2000, 2000), nn.Linear(2000, 3))
