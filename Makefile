@@ -104,7 +104,7 @@ chaos: .venv/testable machines
 SEEDS ?= 1000000
 simulate: .venv/testable
 	PYTHONPATH=tests:. $(BIN)/python -m simulation --tally docs/results/simulated.json --kind jobs --seeds $(SEEDS)
-	PYTHONPATH=tests:. $(BIN)/python -m simulation --tally docs/results/simulated.json --kind negotiation --kind gossip --seeds $$(($(SEEDS) / 10))
+	PYTHONPATH=tests:. $(BIN)/python -m simulation --tally docs/results/simulated.json --kind islands --kind negotiation --kind gossip --seeds $$(($(SEEDS) / 10))
 
 simulate-mutations: .venv/testable
 	PYTHONPATH=tests:. $(BIN)/python -m simulation --mutations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from harness.decided_job import ENDED, FAILED, WAITED, DecidedJob
 
@@ -119,23 +121,65 @@ def test_hosts_that_were_told_to_end_as_another_one_was_lost_are_no_preemption(
         assert world.job.judge(world.now, [], []).exit_code == 75
 
 
-@pytest.mark.parametrize("heard", [True, False])
-def test_hosts_that_were_told_to_end_while_another_one_was_silent_are_no_preemption(heard: bool) -> None:
-    """Where control is cut, the launcher never hears of the loss for which the cluster has ended all others."""
+@pytest.mark.parametrize(
+    ("heard", "told", "silent", "preempted"),
+    [(True, (1, 2), 1.0, True), (False, (1, 2), 1.0, False), (False, (1,), 1.0, True), (False, (1,), 9.0, False)],
+)
+def test_hosts_that_were_told_to_end_while_another_one_was_silent_are_no_preemption(
+    heard: bool, told: Sequence[int], silent: float, preempted: bool
+) -> None:
+    """Where control is cut, the launcher never hears of the loss for which the cluster has ended all others. Where it
+    has told one only, and the other has not been silent for long, that one may be taken away.
+
+    silent: seconds without a sign of the other until then."""
     world = DecidedJob(3, checkpoint_signal="USR1", grace=1.0)
     world.train(1)
-    world.later(1.0, heard=(1, 2))
+    world.nodes[0].heard = world.now
+    world.later(silent, heard=(1, 2))
     for rank in (1, 2):
-        world.say(rank, "preempted")
+        world.nodes[rank].told = rank in told
+        if rank in told:
+            world.say(rank, "preempted")
         world.say(rank, "exit", rank=rank, code=0, **{**ENDED, "stopped": False})
         world.say(rank, "end", stuck=[], signal=0)
     world.later(7.0, heard=range(3) if heard else (1, 2))
     assert world.job.over
-    if heard:
+    if preempted:
         assert world.job.judge(world.now, [], []).exit_code == 75
     else:
         with pytest.raises(LaunchError, match=r"^host0: it is not known how rank 0 has ended"):
             world.job.judge(world.now, [], [])
+
+
+def test_who_was_killed_once_an_agent_was_told_to_end_is_not_the_cause() -> None:
+    """mpirun ends all ranks once one has been killed, as by an agent that is told to end."""
+    world = DecidedJob(2)
+    world.train(1)
+    world.say(0, "exit", rank=0, code=-9, **{**ENDED, "time": 1.0, "stopped": True})
+    world.say(1, "exit", rank=1, code=-9, **{**ENDED, "time": 1.3})
+    world.say(1, "end", stuck=[], signal=0)
+    world.say(0, "end", stuck=[], signal=15)
+    with pytest.raises(LaunchError, match=r"^host0: the agent of this host .* was told to end by signal 15"):
+        world.job.judge(world.now, [], [])
+
+
+def test_a_stopped_rank_without_which_the_others_have_trained_on_is_not_the_cause() -> None:
+    world = DecidedJob(4, island_size=2, island="2", min_np=1, timeout=30.0)
+    world.train(1)
+    world.say(1, "beat", steps={"1": [1, 40.0]}, memory={}, conditions={"1": "stopped"}, clock=0.0)
+    world.later(40.0, heard=range(4))
+    for rank in (2, 3):
+        world.say(rank, "peers", rank=rank, line=1)
+    world.later(5.0, heard=range(4))
+    assert world.sent("regroup")[0]["members"] == [2, 3]
+    world.say(0, "failed", rank=0, time=50.0, **{**WAITED, "type": "PeerLost", "message": "train on without this rank"})
+    world.say(0, "exit", rank=0, code=1, **{**ENDED, "time": 51.0})
+    world.say(1, "exit", rank=1, code=-9, **{**ENDED, "time": 51.0})
+    world.say(3, "failed", rank=3, time=60.0, **WAITED)
+    world.say(3, "exit", rank=3, code=1, **{**ENDED, "time": 61.0})
+    world.say(2, "exit", rank=2, code=1, **{**ENDED, "time": 62.0, "stopped": True})
+    failure = world.job.judge(world.now, [], []).failure
+    assert failure is not None and failure.ending.rank == 3
 
 
 def test_beside_an_agent_that_was_told_to_end_one_is_named_that_has_not_told_how_its_ranks_ended() -> None:
@@ -160,6 +204,32 @@ def test_of_several_that_have_not_told_how_their_ranks_ended_the_one_is_named_th
     world.say(1, "end", stuck=[], signal=0)
     with pytest.raises(LaunchError, match=r"^host2: it is not known how rank 2 has ended"):
         world.job.judge(world.now, [], [])
+
+
+@pytest.mark.parametrize(
+    ("reported", "told"),
+    [
+        (True, "rank 0 (has exited) cannot arrive any more"),
+        (False, "worker 0 failed (ended too early, with exit code 0)"),
+    ],
+)
+def test_a_rank_that_exits_before_it_trains_is_the_cause_of_what_its_island_says_of_it(
+    reported: bool, told: str
+) -> None:
+    """reported: whether ranks of another island have waited for it, too, until then."""
+    world = DecidedJob(4, island_size=2, island="2")
+    words = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer"
+    facts = {**FAILED, "step": 0, "secondary": False, "line": 1}
+    world.say(0, "exit", rank=0, code=0, **{**ENDED, "time": 1.0, "step": -1})
+    world.say(1, "failed", rank=1, time=2.0, **{**facts, "type": "RuntimeError", "message": words})
+    for rank in (2, 3):
+        late = {**facts, "type": "StartTimeout", "message": f"rank {rank - 2} (has exited) cannot arrive any more"}
+        if reported:
+            world.say(rank, "failed", rank=rank, time=3.0, **late)
+    for rank in (1, 2, 3):
+        world.say(rank, "exit", rank=rank, code=1, **{**ENDED, "time": 4.0, "step": -1, "stopped": rank > 1})
+    failure = world.job.judge(world.now, [], []).failure
+    assert failure is not None and failure.lines()[0].startswith(told)
 
 
 @pytest.mark.parametrize("on_stall", ["warn", "abort"])

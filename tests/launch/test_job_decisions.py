@@ -86,6 +86,28 @@ def test_a_rank_takes_its_island_with_it() -> None:
     assert world.sent("stop") and len(world.sent("regroup")) == 1
 
 
+@pytest.mark.parametrize(("code", "seconds", "named"), [(0, -0.1, 3), (0, 0.5, 3), (-9, 0.5, 3), (-9, 2.0, 2)])
+def test_a_rank_that_fails_as_another_of_its_island_has_ended_is_not_the_one_that_is_named(
+    code: int, seconds: float, named: int
+) -> None:
+    """seconds: from the exit of the rank that fails until that of the other one is known; longer than it is waited for
+    in the last case."""
+    world = DecidedJob(4, island_size=2, island="2", min_np=1)
+    world.train(1)
+    facts = {**FAILED, "secondary": False, "around": [], "time": 1.0, "line": 1, "type": "RuntimeError"}
+    if seconds < 0:
+        world.say(3, "exit", rank=3, code=code, **ENDED)
+    world.say(2, "failed", rank=2, message="[gloo/transport/tcp/pair.cc:534] Connection closed by peer", **facts)
+    world.say(2, "exit", rank=2, code=1, **ENDED)
+    world.later(max(0.0, seconds))
+    if seconds > 0:
+        world.say(3, "exit", rank=3, code=code, **ENDED)
+    world.later(0.5)
+    assert world.sent("regroup")[0]["members"] == [0, 1]
+    assert [text.split()[1] for text in world.said()] == [str(named)]
+    assert world.said()[0].endswith(": training goes on without the island of ranks 2 and 3")
+
+
 def test_islands_with_stopped_ranks_are_not_waited_for_without_end() -> None:
     """The other ranks of these islands wait within the script's own process group, of which nobody is told."""
     world = DecidedJob(4, island_size=2, island="2", min_np=1, timeout=60.0)
@@ -358,12 +380,16 @@ def test_ranks_that_meet_in_vain_hear_that_a_rank_is_lost_and_wait_no_longer() -
     assert told[0]["message"] == "rank 1 (pid 11 on host1) was silent for 5 s, and too few are left without it"
 
 
-def test_a_rank_that_could_not_connect_hears_who_was_stopped_then_though_it_goes_on_again() -> None:
-    world = DecidedJob(2, min_np=1)
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_rank_that_could_not_connect_hears_who_was_stopped_then_though_it_goes_on_again(ends: bool) -> None:
+    """ends: whether the job ends before, as a third rank has failed for that."""
+    world = DecidedJob(3 if ends else 2, min_np=1)
     world.say(1, "beat", steps={"1": [-1, 3.0]}, memory={}, conditions={"1": "stopped"}, clock=0.0)
     world.say(0, "reconnect", rank=0, line=2, text="connectFullMesh failed: timed out", generation=0, timeout=20.0)
     world.say(1, "beat", steps={"1": [-1, 6.0]}, memory={}, conditions={}, clock=3.0)
-    world.later(21.0)
+    if ends:
+        world.say(2, "failed", rank=2, time=1.0, **WAITED)
+    world.later(0.5 if ends else 21.0)
     answer = world.sent("answer")[-1]["answer"]
     assert not answer["anew"]
     assert answer["text"].startswith("rank 1 (on host1, is stopped (SIGSTOP")

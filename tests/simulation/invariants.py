@@ -13,6 +13,7 @@ from dadt.launch.agent.host_job import DEFAULT_GRACE
 from dadt.launch.ending.outcome import Ended
 from dadt.launch.ending.preemption import Preempted
 from dadt.launch.ending.termination import END_SECONDS
+from dadt.launch.members.islands import with_islands
 from dadt.launch.members.replacement import replaces
 from simulation.data_invariants import check_shares
 from simulation.door import SRUN
@@ -49,7 +50,9 @@ UNREACHABLE = re.compile(r"is unreachable, as host(\d+) (?:and|has heard nothing
 KNOWN_SECONDS = 6.0
 """Within this time each agent, and then the launcher, knows what is no more."""
 FINISHED = re.compile(r"^ranks? (?P<ranks>[\d, and]+) finished before the others, which train on$")
-GOES_ON = re.compile(r"^(?:rank (?P<rank>\d+) |host(?P<host>\d+): ).*: training goes on without (?:it|them)$")
+GOES_ON = re.compile(
+    r"^(?:rank (?P<rank>\d+) |host(?P<host>\d+): ).*: training goes on without (?:it|them|the island of .*)$"
+)
 
 
 class Invariants:
@@ -62,8 +65,8 @@ class Invariants:
         self.struck = [each for each in known if each.stays and each.until > job.world.now]
         """All faults that have happened, in the order of time, and of those before this attempt what is left."""
         self._since, self._frames = job.world.now, job.world.frames
-        self._trained = 0
-        """The newest generation in which all ranks have taken a step together."""
+        self._trained: dict[int, int] = {}
+        """The newest generation in which all ranks have taken a step together; with islands for each place in them."""
         self._read = 0
         """How many lines to the user have been looked at."""
         self._lost: set[int] = set()
@@ -167,7 +170,16 @@ class Invariants:
             # Of two hosts that do not hear each other, either may go where no third one tells which is cut off.
             hosts = {int(each) for each in re.findall(r"host(\d+)", text)}
             guilty = self.guilty_ranks(at)
-            if not (int(found["rank"]) in guilty if found["rank"] else hosts & self.guilty_hosts(at)):
+            named = {int(each) for each in re.findall(r"rank (\d+) \(", text.partition(" were silent")[0])}
+            if found["rank"] and " were silent" in text:  # which one of an island has kept the others is not known
+                told = bool(named & guilty) and named <= {*with_islands(guilty, self._job.launcher.slots)}
+            else:
+                # where nothing is heard of a rank, another one of its island is named that has failed for it
+                unknown = with_islands(guilty - self._job.launcher.exits, self._job.launcher.slots)
+                told = (
+                    int(found["rank"]) in {*guilty, *unknown} if found["rank"] else bool(hosts & self.guilty_hosts(at))
+                )
+            if not told:
                 raise Broken(f"the user is told of one that has done nothing: {text}")
 
     def _is_new(self, host: int) -> bool:
@@ -181,14 +193,20 @@ class Invariants:
             return
         for rank in operation.values:
             self.trains(connection.ranks[rank])
-        if connection.generation < self._trained:
-            raise Broken(f"generation {connection.generation} trains beside generation {self._trained}")
-        self._trained = connection.generation
+        place = min(connection.ranks) % (self._job.island_size or 1)
+        if connection.generation < (newest := self._trained.get(place, 0)):
+            raise Broken(f"generation {connection.generation} trains beside generation {newest}")
+        self._trained[place] = connection.generation
         told: Sequence[StepTold] = list(operation.values.values())
         if len({each.weights for each in told}) > 1:
             raise Broken(f"ranks train on with different weights in {operation.name}: {operation.values}")
         self._job.run.snapshots.trained(operation.name, told[0])
         check_shares(told, connection.generation, redistribute=self._job.config.redistribute)
+
+    def regrouped(self, members: Sequence[int]) -> None:
+        """The launcher has told which ranks train on."""
+        if {*with_islands(members, self._job.launcher.slots)} != {*members}:
+            raise Broken(f"islands train on without some of their ranks: {members}")
 
     def trains(self, worker: Rank) -> None:
         """A rank has taken a step: its host still hears the launcher, or has not been without it for long."""
@@ -273,7 +291,8 @@ class Invariants:
         for loss in decided.watch.losses:
             hosts = {int(each) for each in re.findall(r"host(\d+)", loss.why)} if loss.why.startswith("host") else set()
             at = loss.time - EPOCH
-            if loss.rank not in self.guilty_ranks(at) and not hosts & self.guilty_hosts(at):
+            guilty = with_islands(self.guilty_ranks(at), self._job.launcher.slots)
+            if loss.rank not in guilty and not hosts & self.guilty_hosts(at):
                 raise Broken(f"rank {loss.rank} was lost and had done nothing: {loss.why}")
 
     @property

@@ -7,6 +7,7 @@ from signal import SIGKILL
 from typing import TYPE_CHECKING
 
 from dadt.config import Config
+from dadt.config.check import in_islands
 from dadt.control import schema
 from dadt.launch.ending.signals import of_checkpoint
 from dadt.launch.hosts.host import Host
@@ -39,6 +40,7 @@ class SimulatedJob:
         self.config: Config = run.config
         self.hosts, self.per_host = self.scenario.hosts, self.scenario.per_host
         self.size = self.hosts * self.per_host
+        self.island_size = int(self.config.island) if in_islands(self.config.island) else 0
         self.checkpoint_signal = of_checkpoint(self.config)
         self.world: World = run.world
         self.network, self.down = run.network, run.down
@@ -48,6 +50,8 @@ class SimulatedJob:
         """Whether its script is given a snapshot to go on from."""
         self.invariants = Invariants(self, before.invariants if before is not None else None)
         self.connections = Connections(self.world, self.network, self._completed)
+        self._islands: dict[int, Connection] = {}
+        """What the script connects the ranks of each island with."""
         self.printed: list[tuple[float, str]] = []
         """Time and text of each line that workers print as they end."""
         self.workers: list[Worker] = []
@@ -176,6 +180,13 @@ class SimulatedJob:
         """The disk on which the workers of a host write snapshots."""
         disks = self.run.disks
         return disks.setdefault(0 if self.scenario.shares_disk else machine, Disk(self.run.snapshots.seen))
+
+    def island_of(self, rank: int) -> Connection:
+        """What connects the ranks of the island of a rank."""
+        number, size = rank // self.island_size, self.island_size
+        if number not in self._islands:
+            self._islands[number] = Connection(self.world, self.network, 0, size, lambda *_: None)
+        return self._islands[number]
 
     def _completed(self, connection: Connection, operation: Operation) -> None:
         self.invariants.completed(connection, operation)

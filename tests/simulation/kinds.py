@@ -9,6 +9,7 @@ from simulation.comm_gossip import GossipJob, draw_gossip
 from simulation.comm_mutations import COMM_MUTATIONS
 from simulation.comm_negotiation import NegotiationJob
 from simulation.comm_scenario import draw_tensors
+from simulation.island_draws import draw_islands
 from simulation.mutations import JOB_MUTATIONS
 from simulation.run import SimulatedRun
 from simulation.scenario import draw
@@ -17,9 +18,10 @@ from simulation.start_mutations import START_MUTATIONS
 from simulation.training_mutations import TRAINING_MUTATIONS
 
 JOBS = Simulation("jobs", draw, SimulatedRun)
+ISLANDS = Simulation("islands", draw_islands, SimulatedRun)
 NEGOTIATION = Simulation("negotiation", draw_tensors, NegotiationJob)
 GOSSIP = Simulation("gossip", draw_gossip, GossipJob)
-KINDS = {each.name: each for each in (JOBS, NEGOTIATION, GOSSIP)}
+KINDS = {each.name: each for each in (JOBS, ISLANDS, NEGOTIATION, GOSSIP)}
 MUTATIONS: Mapping[str, tuple[str, Any, str, Any]] = {
     **{
         name: (JOBS.name, *mutation)

@@ -334,6 +334,7 @@ class Launcher:
             self.open.answered(action.node, frame["line"])
         elif frame.kind == "regroup":
             self.generation = frame["generation"]
+            self._simulated.invariants.regrouped(frame["members"])
         elif frame.kind in ("stop", "interrupt", "preempt") and "natural" not in frame.header:
             grace = frame.get("grace", self._simulated.config.grace)
             seconds = grace if frame.kind == "stop" else 2 * grace

@@ -36,7 +36,7 @@ class OpenQuestions:
     def note(self, event: Event) -> None:
         """A frame has come that may be a question, or says that nobody waits for the answer any more."""
         frame = event.frame
-        if frame.kind in ("exchange", "reconnect", "approach"):
+        if frame.kind in ("exchange", "get", "reconnect", "approach"):
             until = event.now + frame["timeout"] + LATE_SECONDS
             generation = sys.maxsize if frame.kind == "approach" else frame.get("generation", 0)
             self._open[event.node, frame["line"]] = Question(frame["rank"], generation, until, described(frame))

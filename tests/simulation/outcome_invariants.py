@@ -7,6 +7,7 @@ from signal import SIGTERM
 from typing import TYPE_CHECKING
 
 from dadt.launch.ending.failure import Failure
+from dadt.launch.members.islands import with_islands
 from simulation.fault import SOON_SECONDS, Struck
 from simulation.worker_peers import LIBRARY
 from simulation.world import Broken
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from simulation.job import SimulatedJob
     from simulation.launcher import Launcher
 
+NOT_TOLD = "its agent has not told"
 NAMED_HOST = re.compile(r"(?:^| on )host(\d+)(?=: | has ended)")
 
 
@@ -76,7 +78,11 @@ class OutcomeInvariants:
         allows that."""
         config = self._job.config
         gone = all(each.fatal or (each.held and config.on_stall != "abort") for each in self._known.struck)
-        return config.min_np > 0 and gone and self._job.size - len(self._blamable) >= config.min_np
+        lost, least = (
+            with_islands(self._blamable, self._job.launcher.slots),
+            config.min_np * (self._job.island_size or 1),
+        )
+        return least > 0 and gone and self._job.size - len(lost) >= least
 
     @property
     def _blamable(self) -> set[int]:
@@ -95,7 +101,11 @@ class OutcomeInvariants:
 
     def _check_error(self, text: str) -> None:
         named = {int(host) for host in NAMED_HOST.findall(text)}
-        lone = self._job.hosts == 1
+        lone, now = self._job.hosts == 1, self._job.world.now
+        if NOT_TOLD in text and any(
+            named & each.hosts and each.tries and each.until > now for each in self._known.struck
+        ):
+            return  # it cannot tell, though nobody has waited for it for long
         if not self._blamable_hosts or not (lone or named & self._blamable_hosts):
             raise Broken(f"it blames a host that has done nothing: {text}")
 

@@ -12,6 +12,7 @@ from dadt.launch.ending.outcome import Ended, Outcome
 from dadt.launch.ending.preemption import Preempted
 from dadt.launch.hosts.candidates import PAUSE_SECONDS
 from dadt.launch.hosts.host import Host
+from dadt.launch.start.torch_world import fewest
 from simulation.world import Broken
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ class RunInvariants:
     def placed(self, attempt: SimulatedJob) -> None:
         """The workers of an attempt are about to be started."""
         config = self._run.config
-        if attempt.size < (config.min_np or config.np):
-            raise Broken(f"{attempt.size} workers are started, at least {config.min_np or config.np} were wanted")
+        if attempt.size < fewest(config):
+            raise Broken(f"{attempt.size} workers are started, at least {fewest(config)} were wanted")
         for agent in attempt.agents:
             if agent.how in ("has a problem", "has another version"):
                 raise Broken(f"workers are started on {agent.process.name}, which {agent.how}")
@@ -159,8 +160,7 @@ class RunInvariants:
         stopped = any(each.tries for attempt in run.attempts for each in attempt.invariants.struck)
         if since < listed.seconds + 1.0 or paused or stopped:
             return
-        least = run.config.min_np or run.config.np
-        if len(listed.hosts) * run.scenario.per_host >= least:
+        if len(listed.hosts) * run.scenario.per_host >= fewest(run.config):
             raise Broken(f"enough hosts have been there for {since:.0f} s: {text}")
 
     def _check_last(self) -> None:

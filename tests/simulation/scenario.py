@@ -7,10 +7,12 @@ from random import Random
 from typing import Any
 
 from dadt.config import Config
+from dadt.config.check import in_islands
 from dadt.launch.hosts.host import Host
 from simulation import faults, start_draws
 from simulation.fault import Fault
 from simulation.host_faults import AgentKilled, HostCrashes
+from simulation.worker_island import TIMEOUT_SECONDS
 from simulation.worker_script import BATCH_SIZE, Script
 
 MOST_HOSTS = 64
@@ -56,7 +58,14 @@ class Scenario:
         waits = attempts * (config.start_timeout + 45.0)
         trains = attempts * 2 * (script.start_seconds + script.steps * (script.step_seconds + script.save_seconds))
         each = config.timeout + config.start_timeout + config.orphan_timeout + 2 * config.grace + 60.0
-        return waits + trains + (attempts + len(self.faults)) * each + sum(fault.seconds for fault in self.faults)
+        islands = 2 * TIMEOUT_SECONDS if in_islands(config.island) else 0.0
+        return (
+            islands
+            + waits
+            + trains
+            + (attempts + len(self.faults)) * each
+            + sum(fault.seconds for fault in self.faults)
+        )
 
     def lines(self) -> list[str]:
         """What it is, for those who read of it."""
@@ -68,7 +77,7 @@ class Scenario:
 KNOBS = (
     "algorithm", "executor", "min_np", "timeout", "start_timeout", "stall_warning", "on_stall", "grace",
     "orphan_timeout", "heartbeat_timeout", "checkpoint_signal", "snapshot_every", "redistribute", "max_restarts",
-    "launcher",
+    "launcher", "island",
 )  # fmt: skip
 
 

@@ -8,11 +8,12 @@ from unittest.mock import patch
 
 import pytest
 
-from simulation.kinds import GOSSIP, JOBS, KINDS, MOST_SEEDS, MUTATIONS, NEGOTIATION
+from simulation.kinds import GOSSIP, ISLANDS, JOBS, KINDS, MOST_SEEDS, MUTATIONS, NEGOTIATION
 from simulation.search import CRASHED, Simulation, collects_seldom
 
 SEEDS = [
     *(pytest.param(JOBS, range(begin, begin + 250), id=f"jobs-{begin}") for begin in range(0, 2000, 250)),
+    *(pytest.param(ISLANDS, range(begin, begin + 100), id=f"islands-{begin}") for begin in range(0, 300, 100)),
     pytest.param(NEGOTIATION, range(300), id="negotiation"),
     pytest.param(GOSSIP, range(60), id="gossip"),
 ]
@@ -23,7 +24,8 @@ FOUND = [
     *[(JOBS, seed) for seed in (54832, 108998, 94994, 101640, 94651, 112307, 93887, 93041, 78833, 124975, 131085)],
     *[(JOBS, seed) for seed in (49670, 56930, 52139, 116626, 204419, 170897, 174320, 173982, 211093)],
     *[(JOBS, seed) for seed in (217535, 239995, 189429, 201024, 244671, 250131, 259216, 265311, 267971, 269820)],
-    *[(JOBS, seed) for seed in (280009, 282341, 285113, 286934)],
+    *[(JOBS, seed) for seed in (280009, 282341, 285113, 286934, 193217)],
+    *[(ISLANDS, seed) for seed in (458, 583, 630, 936, 2167, 2344, 3265, 3791)],
     *[(NEGOTIATION, seed) for seed in (1470, 3677)],
 ]
 """Seeds that have failed once, beyond those that are tried anyway."""

@@ -14,6 +14,7 @@ from dadt.errors import CommError, CommTimeout, DadtError, PeerLost, StartTimeou
 from dadt.inject.replay.replay import NEWS_SECONDS
 from dadt.train.approaches import Approach, Approaches
 from simulation.worker_handover import REPLAYED, Newcomer, WorkerHandover
+from simulation.worker_island import WorkerIsland
 from simulation.worker_peers import WorkerPeers
 from simulation.worker_script import Exit, Interrupted, Script, ScriptError
 from simulation.worker_snapshots import WorkerSnapshots
@@ -62,6 +63,7 @@ class Worker:
         self.current: Thread | None = None
         self.peers = WorkerPeers(self, joins=joins)
         self.training = Training(self)
+        self.island = WorkerIsland(self)
         self.snapshots = WorkerSnapshots(self)
         self.approaches = Approaches()
         self.handover = WorkerHandover(self)
@@ -175,6 +177,7 @@ class Worker:
             self._main.over = True
             self.world.note(self.process.name, f"ends with code {code}")
             self.peers.leave(silent=silent)
+            self.island.leave(silent=silent)
             if not silent:
                 self.agent.process.after(2 * LINE_SECONDS, lambda: self.agent.reap(self, code))
 
@@ -186,6 +189,7 @@ class Worker:
         self.process.go_on()
         if self.peers.connection is not None:
             self.peers.connection.settle()
+        self.island.settle()
 
     def _ended(self, error: BaseException | None) -> None:
         """The script is over."""
@@ -237,6 +241,7 @@ class Worker:
         self.handles = True
         yield self.sleep(world.spread(script.start_seconds / 4))
         self._check_doom()
+        yield from self.island.gather("beginning")
         newcomer = Newcomer(self) if joins and self.peers.together else None
         if newcomer is not None:
             yield from newcomer.replay()
@@ -262,6 +267,7 @@ class Worker:
             yield self.sleep(world.spread(script.step_seconds) + self.pause)
             self.pause = 0.0
             self._check_doom()
+            yield from self.island.gather("backward")
             yield from self.training.step()
             self._progress()
             if self.peers.together:
@@ -271,6 +277,7 @@ class Worker:
             self.saves_raised = max(self.saves_raised, self.saves_agreed)
             if self.saves_raised > self._saves_done:
                 self._saves_done = self.saves_raised
+                yield from self.island.gather("saving")
                 yield self.sleep(script.save_seconds)
                 if script.ends_when_saved:
                     break

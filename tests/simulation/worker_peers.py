@@ -31,7 +31,10 @@ class WorkerPeers:
         self._worker, self.world, self.config = worker, worker.world, worker.config
         self._joins = self.is_new = joins
         self.deaths = Deaths()
-        self.members: Sequence[int] = range(worker.agent.job.size)
+        self._parts = worker.agent.job.island_size or 1
+        self._equals = range(worker.rank % self._parts, worker.agent.job.size, self._parts)
+        self.members: Sequence[int] = self._equals
+        """The ranks that exchange data with this one: with islands those at the same place in theirs."""
         self.generation = 0
         self.connection: Connection | None = None
         self.connected = self.trained = False
@@ -174,6 +177,11 @@ class WorkerPeers:
 
     def meet(self, key: str, blob: bytes, timeout: float) -> Steps:
         apart = f"generation {self.generation} " if self.generation else ""
+        if self._parts > 1:  # what Equals.exchange does
+            keys = [f"{apart}{key} of rank {rank}" for rank in self.members]
+            ours = keys[self.members.index(self._worker.rank)]
+            yield from self._worker.ask("put", 0.0, blob, key=ours, generation=self.generation)
+            return parts((yield from self._worker.ask("get", timeout, keys=keys, generation=self.generation)))
         if len(self.members) == 1:
             return [blob]
         facts = {"key": apart + key, "generation": self.generation}
@@ -258,7 +266,8 @@ class WorkerPeers:
             generation = self.deaths.enter(error, 0.0)
         if worker.rank not in generation.members:
             raise PeerLost(f"the others train on without this rank: {generation.text}") from error
-        self.members, self.generation = generation.members, generation.number
+        self.members = [rank for rank in generation.members if rank in self._equals]
+        self.generation = generation.number
         self.first = worker.rank in generation.firsts
         self._joins = False
         return generation
@@ -304,8 +313,9 @@ class WorkerPeers:
         worker.snapshots.drop()
         worker.handover.regrouped()
         worker.approaches.begin_anew()
-        text = f"{len(self.members)} workers train on from step {worker.step}, {seconds:.2f} s later"
-        if worker.rank == self.members[0]:
+        size, first = len(self.members) * self._parts, self.members[0] - self.members[0] % self._parts
+        text = f"{size} workers train on from step {worker.step}, {seconds:.2f} s later"
+        if worker.rank == first:
             worker.report("say", text=text, level="info")
 
     def again(self, error: CommError) -> Steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -95,6 +96,8 @@ class Cause:
         """Record that the other ranks continue training without these ranks, whose exits are therefore no cause of the
         job's end."""
         self._excused.update(ranks)
+        if self._held is not None and self._held.rank in ranks:
+            self._held = self._blame = None
 
     def join(self, ranks: Collection[int]) -> None:
         """Record that new workers train in place of these ranks, and forget how the ranks' former workers ended."""
@@ -134,8 +137,8 @@ class Cause:
         # exception counts.
         if known is None or (known.thread and not record.thread):
             self._records[rank] = record
-        # If another cause is known already, this failure is a consequence of it.
-        explained = self._held is not None or self._error or self._told_to_end
+        # If another cause is known already, or the others train on without this rank, this failure is a consequence.
+        explained = self._held is not None or self._error or self._told_to_end or rank in self._excused
         if record.secondary and record.type != "Mismatch" and not explained:
             held = next((each for each in self._members if each.rank != rank and self._keeps_waiting(each, now)), None)
             if held is not None:
@@ -174,7 +177,8 @@ class Cause:
         cause = self._find()
         known = self._excused | self.endings.keys()
         untold = [slot for slot in self._slots if slot.rank not in known]
-        if cause is not None and not ((self._error or self._told_to_end or untold) and self._is_consequence(*cause)):
+        explained = bool(self._error or self._told_to_end or untold)
+        if cause is not None and not (explained and self._is_consequence(*cause)) and not self._follows_end(*cause):
             return self._failure(*cause, begun, stacks)
         if self._error:
             raise LaunchError(self._error)
@@ -210,6 +214,12 @@ class Cause:
             told = any(not each.stopped and each.code == 0 and each.time < _time(ending, record) for each in self._ends)
         return waited and not told and self._blame_of(ending, record) is None
 
+    def _follows_end(self, ending: Ending, record: ErrorRecord | None) -> bool:
+        """Return whether this rank was killed after an agent that was asked to end had ended workers, so that a program
+        which ends all ranks once it misses some (mpirun) has killed it."""
+        before = any(each.stopped and each.time < ending.time for each in self._ends)
+        return bool(self._told_to_end) and record is None and ending.code == -signal.SIGKILL and before
+
     @property
     def _ends(self) -> list[Ending]:
         """The endings of all ranks' processes, without ranks that were lost while the others continued."""
@@ -217,6 +227,12 @@ class Cause:
 
     def _find(self) -> tuple[Ending, ErrorRecord | None] | None:
         cause = find_cause(self._ends, self._records, self._left)
+        if cause is not None and cause[1] is not None and cause[1].tells_of_peer:
+            # The rank of which it tells may have exited with code 0, even before it began to train.
+            for ending in sorted(self._ends, key=lambda each: each.time):
+                if ending.code == 0 and not ending.stopped and ending.time <= _time(*cause):
+                    self.leave(ending.rank)
+            cause = find_cause(self._ends, self._records, self._left)
         if self._held is not None and self._held.rank in self.endings:
             held = self.endings[self._held.rank]
             gave_up = cause is not None and cause[1] is not None and cause[1].secondary

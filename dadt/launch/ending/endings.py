@@ -16,8 +16,9 @@ from dadt.launch.ending.outcome import Outcome
 from dadt.launch.ending.preemption import Preemption, ranks
 from dadt.launch.ending.record import ErrorRecord
 from dadt.launch.ending.signals import ENDING_SIGNALS, of_checkpoint
-from dadt.launch.ending.termination import Termination
+from dadt.launch.ending.termination import END_SECONDS, Termination
 from dadt.launch.hosts.slot import Slot
+from dadt.launch.members.islands import with_islands
 from dadt.launch.members.joining import Joining
 from dadt.launch.members.member import Member
 from dadt.launch.members.membership import EXIT_SECONDS, Membership
@@ -49,6 +50,9 @@ class Endings:
     _leaving: set[Node] = field(default_factory=set)
     """Nodes whose agents received SIGTERM from something other than the launcher. Their workers save a checkpoint and
     end."""
+    _follows: dict[int, tuple[float, str]] = field(default_factory=dict)
+    """With islands: ranks that have failed because another rank of their islands has, each with the time until which a
+    report of that other rank is awaited, and a text about its own end."""
     _held_since: float = float("-inf")
     """Time (time.monotonic) since when no living rank can continue, while other ranks have ended; the current time if
     some rank can."""
@@ -115,10 +119,12 @@ class Endings:
 
     def miss(self, now: float) -> None:
         """Handle that agents have missed their deadline to end. One that was silent since before others were asked to
-        end may be the reason for that, like one that is known to be lost."""
-        for node in self._nodes:
-            if node.works and not node.told:
-                self._termination.lost(node.heard, now)
+        end is the reason for that, like one that is known to be lost, if these are all others or it was silent for
+        long."""
+        silent = [node for node in self._nodes if node.works and not node.told]
+        told = all(node.told for node in self._nodes if node not in silent)
+        for node in silent:
+            self._termination.lost(node.heard if told else node.heard + END_SECONDS, now)
 
     def unstarted(self, event: Event) -> None:
         """Handle the report of an agent that could not start its workers."""
@@ -180,13 +186,30 @@ class Endings:
     def _ended_badly(self, member: Member, what: str, record: ErrorRecord | None, now: float, *, over: bool) -> None:
         """Handle a rank's exit by a signal or with an exit code other than 0. over: whether all ranks had already
         finished training."""
-        if self._termination.goes_on and not over and self._membership.lose([member.rank], what, now):
-            return
         secondary = record is not None and record.secondary
+        goes_on = self._termination.goes_on and not over
+        if goes_on and secondary and self._membership.island_size and self._membership.can_lose([member.rank]):
+            self._follows[member.rank] = now + PRIMARY_SECONDS, what
+            return
+        if goes_on and self._membership.lose([member.rank], what, now):
+            return
         if not secondary:
             self._membership.tell_of_death(what)
         leaves = secondary or member.finished
         self._termination.fail_by(PRIMARY_SECONDS if secondary else 0.0, now, lets_leave=leaves)
+
+    def _lose_followers(self, now: float) -> None:
+        """Remove islands of which a rank has failed because of another one, named by that other rank if it is known to
+        have left."""
+        for rank, (until, what) in list(self._follows.items()):
+            exits = self._membership.exits.left
+            left = next((exits[each] for each in with_islands([rank], self._slots) if each in exits), "")
+            if self._rendezvous.members[rank].lost or not self._termination.goes_on:
+                del self._follows[rank]
+            elif left or now >= until:
+                del self._follows[rank]
+                if not self._membership.lose([rank], left or what, now):
+                    self._termination.fail_by(PRIMARY_SECONDS, now, lets_leave=True)
 
     def _ended_early(self, member: Member, why: str, steps: int) -> None:
         self._cause.leave(member.rank)
@@ -218,6 +241,7 @@ class Endings:
         """Fail the job if none of the remaining ranks can continue (with islands: if each island has a rank that
         cannot). None of them would report this, as no rank waits for another. A job all of whose ranks are stopped by
         SIGSTOP counts as suspended and does not fail."""
+        self._lose_followers(now)
         living = [member for member in self._rendezvous.present if not member.ended]
         held, size = [member for member in living if member.held], self._membership.island_size or 1
         islands = {member.rank // size for member in held}

@@ -249,8 +249,10 @@ def find_cause(
             return False
         return str(other) in RANK.findall(record.message)
 
-    def names_another(ending: Ending) -> bool:
+    def tells_of_another(ending: Ending) -> bool:
         record = records.get(ending.rank)
+        if record is not None and record.tells_of_peer:
+            return True
         lost = record is not None and record.type == errors.PeerLost.__name__
         named = RANK.search(record.message) if record is not None and lost else None
         if named is None or awaits(int(named[1]), ending.rank):
@@ -262,9 +264,9 @@ def find_cause(
         return None
     if (record := records.get(first.rank)) is not None and record.type == errors.StartTimeout.__name__:
         # StartTimeout means that this rank waited for another one, so the earliest failure of any kind is the cause.
-        # Failures that name a rank which has failed as well come last, since the clock of a host stands still while the
-        # host is paused.
-        first = min(filter(failed, endings), key=lambda ending: (names_another(ending), order(ending)[1]))
+        # Failures that tell of the end of another rank come last, as do those that name a rank which has failed as
+        # well, since the clock of a host stands still while the host is paused.
+        first = min(filter(failed, endings), key=lambda ending: (tells_of_another(ending), order(ending)[1]))
     record = records.get(first.rank)
     if record is not None and record.secondary and first.rank not in left:
         of = {ending.rank: ending for ending in endings}

@@ -84,6 +84,11 @@ class ErrorRecord:
         return replace(self, type=inner.type, message=inner.message, frames=inner.frames, around=around)
 
     @property
+    def tells_of_peer(self) -> bool:
+        """Whether torch's own process group has raised this exception because another rank has ended."""
+        return _lost_peer(self.type, self.message)
+
+    @property
     def text(self) -> str:
         if self.type == EXIT:
             return self.message

@@ -14,17 +14,17 @@ class EarlyExits:
         """apart: whether each rank trains at its own speed without waiting for the others, as with `gossip`."""
         self._rendezvous = rendezvous
         self._apart = apart
-        self._left: dict[int, str] = {}
-        """For each rank, a text that says how it exited."""
+        self.left: dict[int, str] = {}
+        """For each rank, until it is missed, a text that says how it exited."""
         self._over = -1
         """Number of the latest generation of which all ranks have finished training; -1 if there is none."""
 
     def add(self, rank: int, why: str) -> None:
-        self._left[rank] = why
+        self.left[rank] = why
 
     def losses(self, rank: int) -> list[int]:
         """Return those ranks that would count as lost if this rank exited as well."""
-        return [each for each in (*self._left, rank) if not self.is_at_end(each)]
+        return [each for each in (*self.left, rank) if not self.is_at_end(each)]
 
     def is_at_end(self, rank: int) -> bool:
         """Return whether a rank that has exited is not lost for the others, as it trained at its own speed, and has
@@ -49,16 +49,16 @@ class EarlyExits:
     def take_missed(self, asking: Collection[int], now: float) -> Mapping[int, str]:
         """Return the ranks that are missed now, each with a text that says how it exited, and forget them: others wait
         for them or, with gossip, connect anew and still train. asking: ranks that ask to connect anew."""
-        if not self._left:
+        if not self.left:
             return {}
         members = self._rendezvous.members
         here = [member for member in members if not (member.lost or member.ended)]
         if self._apart:
             began = [rank for rank in asking if not members[rank].joined]
-            missed = bool(here) and any(not members[rank].finished for rank in (*self._left, *began))
+            missed = bool(here) and any(not members[rank].finished for rank in (*self.left, *began))
         else:
             missed = bool(asking) or any(member.waits(now) and not member.finished for member in here)
         if not missed:
             return {}
-        left, self._left = self._left, {}
+        left, self.left = self.left, {}
         return left

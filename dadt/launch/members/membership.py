@@ -77,7 +77,7 @@ class Membership:
         """Minimum number of ranks with which training continues; 0 means that it ends when any rank is lost."""
         self._apart = self._config.algorithm == "gossip"
         """Whether each rank trains at its own speed without waiting for the others, as with the algorithm `gossip`."""
-        self._exits = EarlyExits(self._rendezvous, apart=self._apart)
+        self.exits = EarlyExits(self._rendezvous, apart=self._apart)
         self._replacements = Replacements(self._outbox, self._silences.hear) if replaces(self._config) else None
         self._handovers = Handovers(self._outbox, self.kill, self._patience, self.island_size or 1)
 
@@ -106,19 +106,19 @@ class Membership:
 
     def leaves(self, rank: int, why: str) -> bool:
         """Handle a rank that exits with code 0 before training has ended. Returns whether the others can go on."""
-        if goes_on := self.can_lose(self._exits.losses(rank)):
-            self._exits.add(rank, why)
+        if goes_on := self.can_lose(self.exits.losses(rank)):
+            self.exits.add(rank, why)
         return goes_on
 
     def leaves_finished(self, member: Member, why: str) -> None:
         """Handle a rank that exits with code 0 after its training. The others go on without it once they need it."""
-        if not self._exits.is_over:
+        if not self.exits.is_over:
             self.leaves(member.rank, why)
 
     def _go_on_without_missed(self, now: float) -> None:
         """Remove ranks that exited early and are missed now."""
-        missed = self._exits.take_missed(self._requests, now)
-        if at_end := [rank for rank in missed if self._exits.is_at_end(rank)]:
+        missed = self.exits.take_missed(self._requests, now)
+        if at_end := [rank for rank in missed if self.exits.is_at_end(rank)]:
             ranks = with_islands(at_end, self._slots)
             self._leave_out(ranks, f"{preemption.ranks(ranks)} finished before the others, which train on", now)
         for rank in [rank for rank in missed if rank not in at_end]:
@@ -176,7 +176,7 @@ class Membership:
         if member.claimed and not member.ended and member.pid == event.frame["pid"]:
             why = f"rank {member.rank} ({member.place}) has replaced itself (exec) after it had begun to train"
             steps = max(0, member.step)
-            self._exits.begin_anew()
+            self.exits.begin_anew()
             if self._rendezvous.start_over(member, why, now):
                 self.tell_of_death(why, steps)
         member.sign("has imported torch, not begun to train", now)
@@ -240,9 +240,8 @@ class Membership:
         if self._least and goes_on:
             self._give_up_silent(now)
             self._connect_anew(now)
-        if self._requests and not (self._least and goes_on):
-            self._answer_all(False, self._obstacle(now), now)
-        for rank, request in [each for each in self._requests.items() if now >= each[1].deadline]:
+        ends = not (self._least and goes_on)
+        for rank, request in [each for each in self._requests.items() if ends or now >= each[1].deadline]:
             del self._requests[rank]
             request.answer(False, self._obstacle(now) or request.obstacle, now)
         if goes_on and not self._told_to_end:
