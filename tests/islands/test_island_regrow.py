@@ -18,6 +18,7 @@ from functools import partial
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 kind, victims = sys.argv[1], [int(each) for each in sys.argv[2].split(",")]
+again, meanwhile = (int(each) for each in sys.argv[3:])  # a new worker, and a rank that is lost before one has joined
 if kind != "fsdp2":
     torch.manual_seed(0)
     layers = torch.nn.Linear(8, 18), torch.nn.Dropout(0.1), torch.nn.ReLU(), torch.nn.Linear(18, 3)
@@ -37,7 +38,8 @@ def events(kind):
         return [event for line in file if (event := json.loads(line))["kind"] == kind]
 
 def goes_on(n):
-    if n and n % 10 == 0 and not os.path.exists("end") and len(events("join")) == 2 * len(victims):
+    lost = len(victims) + (meanwhile >= 0)
+    if n and n % 10 == 0 and not os.path.exists("end") and len(events("join")) == 2 * lost:
         # for all islands, and whole
         subprocess.run(f"echo {{n + 20}} > end.{{number}} && ln end.{{number}} end", shell=True)
     if n and os.path.exists("end"):
@@ -46,9 +48,15 @@ def goes_on(n):
     return True
 
 def dies(n):
+    starts = [event["rank"] for event in events("started")]
+    if n == 10 and number == again and starts.count(number) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
     if n >= 20 and n % 10 == 0:
         lost, half = divmod(len(events("join")), 2)  # rank by rank
-        if victims[lost : lost + 1] == [number] and not half and len(events("regroup")) == lost:
+        regroups = len(events("regroup"))
+        if victims[lost : lost + 1] == [number] and not half and regroups == lost:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == meanwhile and regroups == 1 and not lost:
             os.kill(os.getpid(), signal.SIGKILL)
 
 clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
@@ -105,9 +113,27 @@ def ends(result: Any, ranks: int) -> None:
 )
 @pytest.mark.timeout(400)
 def test_a_new_island_takes_the_place_of_a_lost_one(start, kind, options, islands, victims) -> None:
-    result = start(SCRIPT, "-np", str(2 * islands), *OPTIONS, *options, "train.py", kind, victims).finish(3 * PATIENCE)
+    result = start(SCRIPT, "-np", str(2 * islands), *OPTIONS, *options, "train.py", kind, victims, "-1", "-1").finish(
+        3 * PATIENCE
+    )
     ends(result, 2 * islands)
     for rank in map(int, victims.split(",")):
         island = f"ranks {rank - rank % 2} and {rank - rank % 2 + 1}"
         assert f"training goes on without the island of {island}" in result.err
         assert f"new workers start in place of {island}" in result.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_new_island_that_loses_a_worker_before_it_has_joined_begins_again(start) -> None:
+    result = start(SCRIPT, "-np", "4", *OPTIONS, "train.py", "fsdp2", "3", "2", "-1").finish(3 * PATIENCE)
+    ends(result, 4)
+    assert result.err.count("new workers start in place of ranks 2 and 3") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_another_island_may_be_lost_while_a_new_one_comes(start) -> None:
+    result = start(SCRIPT, "-np", "6", *OPTIONS, "train.py", "fsdp2", "1", "-1", "4").finish(3 * PATIENCE)
+    ends(result, 6)
+    assert "new workers start in place of ranks 4 and 5" in result.err

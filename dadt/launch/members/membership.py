@@ -168,7 +168,7 @@ class Membership:
     def failed(self, member: Member, error: str) -> None:
         """Start no further workers for a rank whose script could not be replayed up to the current step."""
         if self._replacements is not None and error == NotResumed.__name__:
-            self._replacements.send_away(with_islands([member.rank], self._slots))
+            self._replacements.refused(with_islands([member.rank], self._slots))
 
     def hello(self, event: Event) -> None:
         """Handle a process's report that it has imported torch. One that trained already has replaced itself (exec)."""

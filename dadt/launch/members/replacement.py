@@ -3,7 +3,7 @@ be replayed up to the step of the other ranks."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 
 from dadt.config import Config
@@ -16,6 +16,9 @@ from dadt.launch.members.member import Member
 LONGEST_SECONDS = 30.0
 """Longest pause in seconds before a lost worker is started again. The first pause is 1 s, and each further one is twice
 as long."""
+
+ISLAND_TRIES = 3
+"""Number of tries in which a script of an island could not be replayed, after which no new workers are started."""
 
 
 def replaces(config: Config) -> bool:
@@ -44,11 +47,18 @@ class Replacements:
         """For lost ranks that are started together, the time when they are."""
         self._tries: Counter[tuple[int, ...]] = Counter()
         self._members: dict[tuple[int, ...], Sequence[Member]] = {}
+        self._refused: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+        """For lost ranks, the tries in which their script could not be replayed."""
         self._away: set[int] = set()
 
-    def send_away(self, ranks: Collection[int]) -> None:
-        """Start no further workers in place of these ranks' workers."""
-        self._away.update(ranks)
+    def refused(self, ranks: Collection[int]) -> None:
+        """Record that a script of these ranks, one rank or all of an island, could not be replayed, so that no further
+        workers are started. In an island that may be because another of its workers has ended, so it gets ISLAND_TRIES
+        tries."""
+        group = tuple(ranks)
+        self._refused[group].add(self._tries[group])
+        if len(self._refused[group]) >= (ISLAND_TRIES if len(group) > 1 else 1):
+            self._away.update(group)
 
     def exited(self, members: Sequence[Member], now: float) -> None:
         """Record that the processes of lost ranks have ended: of one rank, or of all of an island. New workers will be
