@@ -155,8 +155,9 @@ def test_a_rank_that_fails_is_the_cause_and_nobody_hangs(launch):
         *(pytest.param("mpirun.mpich", size, marks=pytest.mark.slow) for size in (1, 2, 3, 4)),
     ],
 )
-def test_executor_agrees_with_numpy(mpirun, size, tmp_path):
-    done, said = conformance(mpirun, size, tmp_path)
+def test_executor_agrees_with_numpy(mpirun, size, tmp_path, request):
+    more = ["product"] * (request.node.get_closest_marker("slow") is not None)
+    done, said = conformance(mpirun, size, tmp_path, *more)
     assert done.returncode == 0, done.stderr
     check(said)
 
