@@ -107,7 +107,8 @@ class Auto(Algorithm):
 
     def started(self) -> None:
         a = self.attachment
-        if any(way.algorithm == "local" or way.compression in OF_MOMENTUM for way in asked.ways(a)):
+        shares = any(way.algorithm == "local" or way.compression in OF_MOMENTUM for way in asked.ways(a))
+        if shares and (self._measures or given_algorithm(a) == "local"):
             a.momentum.consider()
 
     # Measuring the synchronous steps ---------------------------------------------------------------------------
