@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from signal import SIGKILL
 
 from dadt.errors import LaunchError, StartTimeout
 from dadt.launch.actions import Event
@@ -218,7 +218,7 @@ class Cause:
         """Return whether this rank was killed after an agent that was asked to end had ended workers, so that a program
         which ends all ranks once it misses some (mpirun) has killed it."""
         before = any(each.stopped and each.time < ending.time for each in self._ends)
-        return bool(self._told_to_end) and record is None and ending.code == -signal.SIGKILL and before
+        return bool(self._told_to_end) and record is None and ending.code == -SIGKILL and before
 
     @property
     def _ends(self) -> list[Ending]:
