@@ -57,6 +57,7 @@ def begin(start, script: str = "", *arguments: str) -> Run:
     return run
 
 
+@pytest.mark.alone
 def test_ps_lists_the_job_with_its_steps_and_logs(start):
     run = begin(start)
     await_that(lambda: "7-8" in dadt("ps").stdout, "the steps")
@@ -75,6 +76,7 @@ def test_ps_of_a_job_lists_its_ranks(start):
         assert re.search(r"\d+ MiB  at step", line)
 
 
+@pytest.mark.alone
 def test_ps_tells_how_jobs_have_ended(start, tmp_path):
     def column(job: str) -> str:
         lines = dadt("ps", "--all", cwd=tmp_path).stdout.splitlines()
@@ -269,6 +271,7 @@ def test_kill_touches_no_other_job(start):
         other.wait()
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_launcher_that_does_not_answer_is_killed_too(start):
     run = begin(start)
@@ -281,6 +284,7 @@ def test_a_launcher_that_does_not_answer_is_killed_too(start):
     assert run.finish().code == -signal.SIGKILL
 
 
+@pytest.mark.alone
 def test_what_a_dead_launcher_and_agent_left_is_found_and_killed(start):
     daemon = """\
 if os.fork() == 0:
@@ -309,6 +313,7 @@ if os.fork() == 0:
             os.kill(agent, signal.SIGCONT)
 
 
+@pytest.mark.alone
 def test_a_job_without_its_launcher_here_is_listed_by_its_agent(start):
     run = begin(start)
     # As on another host than the launcher's: no socket of it.

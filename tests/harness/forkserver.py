@@ -59,20 +59,20 @@ def python() -> str:
     return program("python")
 
 
-def dadt() -> str:
-    """A program that stands in the place of `dadt`: launcher, agents and ranks are forked."""
-    return program("dadt")
+def dadt(ranks: bool = True) -> str:
+    """A program that stands in the place of `dadt`: its launcher and agents are forked, and if asked for its ranks."""
+    return program("dadt" if ranks else "plain-dadt")
 
 
 def program(name: str) -> str:
-    """The one that stands in the place of `python`, `dadt` or `torchrun`."""
+    """The one of this name, which stands in the place of `python`, `dadt` or `torchrun`."""
     return str(_programs() / name)
 
 
 @functools.cache
 def _programs() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="dadt-forkserver-")
-    for name in ("python", "dadt", "torchrun"):
+    for name in ("python", "dadt", "torchrun", "plain-python", "plain-dadt"):
         program = Path(folder.name, name)
         program.write_text(f"#!{sys.executable} -IS\n{FORKED.read_text()}")
         program.chmod(0o755)

@@ -41,7 +41,7 @@ class Run:
     def __init__(
         self, folder: Path, script: str, arguments: list[str], env: dict[str, str], alone: bool = False
     ) -> None:
-        """alone: Python is started for the launcher and each rank, which else are forked where a script needs torch."""
+        """alone: Python is started for launcher, agents and ranks, which else are forked, ranks if they need torch."""
         dadt = write_script(folder, script, alone)
         self.folder = folder
         self.process = subprocess.Popen(
@@ -79,10 +79,10 @@ class Run:
 
 
 def write_script(folder: Path, script: str, alone: bool = False) -> list[str]:
-    """Writes train.py. Returns the program that runs it; where ranks need torch, it is forked, as these are."""
+    """Writes train.py. Returns the program that runs it, which is forked unless alone, as are ranks with torch."""
     is_forked = "torch" in script and "getppid" not in script and not alone  # a forked rank's parent is no agent
     (folder / "train.py").write_text(script if is_forked else lightened(script))
-    return [forkserver.dadt()] if is_forked else DADT
+    return DADT if alone else [forkserver.dadt(is_forked)]
 
 
 def end(runs: list[Run]) -> None:

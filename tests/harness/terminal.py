@@ -39,7 +39,7 @@ class Terminal:
         height: int = 40,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        is_forked = write_script(folder, script) != DADT
+        is_forked = write_script(folder, script) == [forkserver.dadt()]
         python = {"DADT_PYTHON": forkserver.python()} if is_forked else {}  # only dadt itself has the terminal
         self.folder = folder
         self.text = b""

@@ -123,6 +123,7 @@ CALLS = {
 }
 
 
+@pytest.mark.alone
 def test_the_launcher_outlives_its_callers(start: Callable[..., Run], tmp_path: Path) -> None:
     run = start(TRAIN.format(""), "-np", "2", *SEED, "train.py")
     run.wait_for("half0", "half1")

@@ -18,6 +18,8 @@ from harness.run import DADT, FOLDERS, await_end_of, is_running, left_of
 from dadt.control import job_folder
 from dadt.errors import LaunchError
 
+pytestmark = pytest.mark.alone
+
 WAIT = """\
 import os, signal, sys, time
 rank = os.environ["RANK"]

@@ -67,6 +67,7 @@ def interfaces() -> set[str]:
     return {path.name for path in Path("/sys/class/net").iterdir()}
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(os.geteuid() != 0, reason="networks can be made by root only")
 def test_a_link_is_as_fast_as_told_and_nothing_is_left_of_it_after_a_kill(start):
     before = interfaces()

@@ -22,13 +22,14 @@ def mpirun(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def start(tmp_path: Path, mpirun: str) -> Iterator[Callable[..., Run]]:
+def start(tmp_path: Path, mpirun: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., Run]]:
     """start(script, *arguments, **env) -> a running `dadt run --launcher mpi` of this mpirun."""
     runs: list[Run] = []
+    alone = request.node.get_closest_marker("alone") is not None
 
     def begin(script: str, *arguments: str, **env: str) -> Run:
         given = ["--launcher", "mpi", "--mpirun", mpirun, *(arguments or ("-np", "2", "train.py"))]
-        runs.append(Run(tmp_path, script, given, env))
+        runs.append(Run(tmp_path, script, given, env, alone))
         return runs[-1]
 
     yield begin

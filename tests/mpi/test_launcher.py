@@ -19,6 +19,8 @@ from harness.patience import SETTLE_SECONDS, await_that
 from harness.run import await_end_of, is_running
 from harness.scenarios import WARMUP, simulate
 
+pytestmark = pytest.mark.alone
+
 TRAIN = f"""
 import os, sys
 sys.path.insert(0, {str(TESTS)!r})
