@@ -47,16 +47,20 @@ class Scene:
     """Mbit/s between the two racks of hosts; 0: all hosts are at one switch."""
     slow: float = 0.0
     """Mbit/s of the last host, if its link is slower; otherwise 0."""
+    size: int = BYTES
+    """Bytes that are averaged."""
 
     @property
     def title(self) -> str:
         racks = f", racks joined by {self.uplink:g}" if self.uplink else ""
-        return f"{self.hosts} x {self.mbit:g} Mbit/s{racks}" + (f", one of {self.slow:g}" if self.slow else "")
+        slow = f", one of {self.slow:g}" if self.slow else ""
+        size = f", {self.size / 1e6:g} MB" if self.size != BYTES else ""
+        return f"{self.hosts} x {self.mbit:g} Mbit/s{racks}{slow}{size}"
 
     @property
     def least(self) -> float:
         """Least seconds that any algorithm needs: for what each host, and the slow one, has to send and receive."""
-        return 8e-6 * BYTES * max(2 * (self.hosts - 1) / self.hosts / self.mbit, 1 / self.slow if self.slow else 0)
+        return 8e-6 * self.size * max(2 * (self.hosts - 1) / self.hosts / self.mbit, 1 / self.slow if self.slow else 0)
 
 
 SCENES = (
@@ -68,6 +72,9 @@ SCENES = (
     Scene(16, 50, uplink=100),
     Scene(4, 200, slow=40),
     Scene(8, 100, slow=50),
+    Scene(8, 100, size=400_000),
+    Scene(8, 100, size=2_000_000),
+    Scene(8, 100, size=10_000_000),
 )
 
 
@@ -136,11 +143,11 @@ def _averages(rank: int, scene: Scene, contenders: Sequence[str], rounds: int, f
     meet = GroupRendezvous(store, rank, scene.hosts, PATIENCE)
     connections = {
         name: executors.connect(
-            Config(executor=name, timeout=PATIENCE, start_timeout=PATIENCE), world, Apart(meet, name)
+            Config(executor=name, timeout=PATIENCE, start_timeout=PATIENCE, streams=1), world, Apart(meet, name)
         )
         for name in contenders
     }
-    tensor = torch.zeros(BYTES // 4)
+    tensor = torch.zeros(scene.size // 4)
     layout = _core.Layout(_core.DType.float32, [len(tensor)])
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
