@@ -359,10 +359,8 @@ class Attachment:
                 weight=exchange.weight,
                 value=value,
                 not_finite=self.finite.number,
-                saves=self.ranks.requests.checkpoint_signal.heard,
-                interrupted=self.ranks.requests.interruption.heard > 0,
-                # In islands, ranks that hold other parts have to agree, too (dadt/inject/replay/handover.py).
-                approach=0 if self.ranks.world.parts > 1 else self.ranks.requests.approaches.heard,
+                # In islands, ranks that hold other parts have to agree, too, over the launcher.
+                **(self.ranks.requests.heard if self.ranks.world.parts == 1 else {}),
                 loss=self.agreement.loss,
                 square=self.momentum.shown.square,
                 density=self.weighing.density,

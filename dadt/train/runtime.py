@@ -160,6 +160,9 @@ class Runtime:
             )
         if ranks.control is not None:
             ranks.requests.checkpoint_signal.begin(*ranks.control.claim())
+            if ranks.world.parts > 1:
+                line = ranks.control
+                ranks.requests.meet_by(lambda key, data, seconds: line.exchange(key, data, seconds, ranks.generation))
             self.reports.listen()
         timeline = ranks.timeline
         if config.timeline and timeline is None:  # `dadt.init` may have started a timeline already
@@ -263,7 +266,7 @@ class Runtime:
             ranks.control.progress(progress.step, **(progress.numbers() if ranks.control.due else {}))
         for callback in self.events.on_stepped:
             callback()
-        ranks.requests.stepped()
+        ranks.requests.stepped(progress.step)
 
     def close(self, *, failed: bool = False) -> None:
         """Wait for all ranks at the end, so that a rank that ends early is noticed, and stop the C++ engine. Does

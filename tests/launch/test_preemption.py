@@ -153,10 +153,10 @@ def test_what_was_told_before_training_begins_is_not_forgotten() -> None:
         checkpoint.begin(signal.SIGUSR1, 1)  # `dadt.init` has begun before
         await_that(lambda: told, "the signal")
         checkpoint.agree([1, 0])
-        checkpoint.stepped()
+        checkpoint.stepped(1)
         assert told == [signal.SIGUSR1]
         checkpoint.agree([1, 2])
-        checkpoint.stepped()
+        checkpoint.stepped(2)
         assert told == [signal.SIGUSR1] * 2
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -10,6 +10,7 @@ from dadt import errors
 from dadt.config import Config
 from dadt.control.agent_client import ANSWER_SECONDS, report_seconds
 from dadt.control.frame import Frame
+from dadt.control.worker_line import parts
 from dadt.errors import CommError, CommTimeout, DadtError, PeerLost, StartTimeout
 from dadt.inject.replay.replay import NEWS_SECONDS
 from dadt.train.approaches import Approach, Approaches
@@ -57,7 +58,10 @@ class Worker:
         self.closing = False
         self.preempted = self.apart = self.interrupted = False
         self.saves_heard = self.saves_raised = self.interrupts_heard = 0
-        self._saves_done = self.saves_agreed = 0
+        self._saves_done = self.saves_agreed = self._saves_due = self.interrupts_due = 0
+        self._asking = 0
+        """How many exchanges with all ranks are under way, in which those of islands agree on the step of a signal."""
+        self._asked: list[Wait] = []
         self._reported, self.stepped_at = float("-inf"), float("-inf")
         """When this rank last told the launcher of its step, and when it last took one."""
         self.current: Thread | None = None
@@ -115,16 +119,49 @@ class Worker:
                 self.interrupts_heard = 1
                 together = self.peers.together and self.trains
                 patience = frame["patience"] if together else 0.0
+                if self.island.is_apart and patience:
+                    self._ask_for_step("signal 2, 1", patience, self._interrupts_at)
                 self.process.after(patience, lambda: self._interrupt_late(patience))
         elif frame.kind == "save":
             patience = frame["patience"] if self.peers.together else 0.0
             self.saves_heard += 1
             count = self.saves_heard
+            if self.island.is_apart and patience:
+                self._ask_for_step(f"signal 10, {count}", patience, lambda step: self._saves_at(step, count))
             self.process.after(patience, lambda: self._save_late(count))
         elif frame.kind == "approach":
             self.approaches.hear(Approach(frame["number"], frame["rank"], frame["known"], frame["last"]))
         elif frame.kind in ("regroup", "death"):
             self.peers.hear(frame)
+
+    def _ask_for_step(self, key: str, patience: float, agree: Callable[[int], None]) -> None:
+        """What CheckpointSignal._ask does, in a thread of its own."""
+        told = str(max(0, self.step)).encode()
+        self._asking += 1
+
+        def ask() -> Steps:
+            try:
+                answer = yield from self.ask("exchange", patience, told, key=key, generation=self.peers.generation)
+                agree(max(map(int, parts(answer))) + 1)
+            except DadtError as error:
+                self.world.note(self.process.name, f"finds no step for {key}: {error}")
+            self._asking -= 1
+            asked, self._asked = self._asked, []
+            for wait in asked:
+                wait.give()
+
+        Thread(self, ask(), lambda error: None).go_on()
+
+    def _interrupts_at(self, step: int) -> None:
+        self.peers.interrupts_agreed, self.interrupts_due = True, step
+
+    def _saves_at(self, step: int, count: int) -> None:
+        self.saves_agreed, self._saves_due = max(self.saves_agreed, count), step
+
+    def know_step(self) -> Steps:
+        """Wait while ranks agree on the step of a signal (CheckpointSignal.stepped)."""
+        while self._asking:
+            yield self.sleep(ANSWER_SECONDS, self._asked)
 
     def _interrupt_late(self, patience: float) -> None:
         if not self.interrupted:
@@ -274,7 +311,8 @@ class Worker:
                 self.snapshots.stepped()
                 yield from self.handover.stepped()
             yield from self.training.evaluate()
-            self.saves_raised = max(self.saves_raised, self.saves_agreed)
+            if self.step >= self._saves_due:
+                self.saves_raised = max(self.saves_raised, self.saves_agreed)
             if self.saves_raised > self._saves_done:
                 self._saves_done = self.saves_raised
                 yield from self.island.gather("saving")

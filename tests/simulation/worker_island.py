@@ -31,6 +31,11 @@ class WorkerIsland:
         if self._connection is not None:
             self._connection.join(worker)
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether the exchange of a step does not connect the rank with all others."""
+        return self._connection is not None
+
     def gather(self, name: str) -> Steps:
         """Wait for all ranks of the island. Raises ScriptError if one of them has ended."""
         if self._connection is None:

@@ -108,7 +108,9 @@ class Training:
         for number in range(len(self.averages)):
             yield from self._average(number, share)
         worker.step = max(0, worker.step) + 1
-        if worker.peers.interrupts_agreed and not worker.interrupted:
+        yield from worker.know_step()
+        due = worker.peers.interrupts_agreed and worker.step >= worker.interrupts_due
+        if due and not worker.interrupted:
             worker.interrupted = True
             if self._script.on_interrupt != "ignore":
                 raise Interrupted
@@ -120,15 +122,16 @@ class Training:
         step, self._averaging = max(0, worker.step), number
         while self.averages[number] == before:
             try:
+                heard = (0, 0) if worker.island.is_apart else (worker.saves_heard, worker.interrupts_heard)
                 told = StepTold(
-                    worker.rank, self.weights[number], worker.saves_heard, worker.interrupts_heard, share,
+                    worker.rank, self.weights[number], *heard, share,
                     self._readers, self._pass_begun, worker.approaches.heard,
                 )  # fmt: skip
                 every: Sequence[StepTold] = yield from self._peers.call(f"step {step} of {number}", told)
                 self.weights[number] = mixed(self.weights[number], step, [each.rank for each in every])
                 self.averages[number] += 1
                 worker.approaches.agree(each.approach for each in every)
-                worker.saves_agreed = max(each.saves for each in every)
+                worker.saves_agreed = max(worker.saves_agreed, *(each.saves for each in every))
                 worker.peers.interrupts_agreed |= any(each.interrupts for each in every)
             except CommError as error:
                 yield from self._peers.connect_anew(error)
