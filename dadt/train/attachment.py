@@ -283,8 +283,7 @@ class Attachment:
         Called just before the optimizer steps."""
         self.stepping = True
         if self.agreement.follows and self.algorithm.averages:
-            # Param_group values are fetched just before the step, because no exchange is open then, and the script has
-            # already set them for this step.
+            # Fetch values just before the step: no exchange is open then, and the script has set them for this step.
             self.replicas.take_first_groups(self)
         if self.algorithm.holds:
             self._held = [(p, p.grad) for p in self.parameters]
@@ -309,13 +308,14 @@ class Attachment:
         self._scope.stepped()
 
     def _end_step(self) -> None:
+        self.consumed = False  # from here on, ranks that lack the step's averages may take this rank's weights
         self.algorithm.after_step()
         self.measure.stepped()
         self.step += 1
         self.batch_weight.stepped()
         self._growth.forget()
         self.listing.let_go()
-        self.scale, self.consumed, self.stepping = None, False, False
+        self.scale, self.stepping = None, False
 
     def loaded(self) -> None:
         """Drop what predictions are computed from. Called when the script has replaced weights by `load_state_dict`."""

@@ -28,13 +28,20 @@ model, other = net(16, 32, 4), net(4, 8, 16)
 optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, other)[: 1 + TWO]]
 
 from dadt.inject import worker
+from dadt.train.own_moments import OwnMoments
 step = 0
 LACKS
+
+def share(own, *, trained_elsewhere, ordinary=OwnMoments.share):
+    comes(step, "moments")
+    ordinary(own, trained_elsewhere=trained_elsewhere)
+OwnMoments.share = share
 
 def tell():
     tensors = [*model.state_dict().values(), *(other.state_dict().values() if TWO else [])]
     weights = b"".join(t.numpy().tobytes() for t in tensors)
-    print("ends with", hashlib.sha256(weights).hexdigest(), flush=True)
+    factors = repr([each.momentum.state().get("factors") for each in worker.runtime.attachments])
+    print("ends with", hashlib.sha256(weights + factors.encode()).hexdigest(), flush=True)
 
 for step in range(60):
     comes(step, "forward")
@@ -58,14 +65,17 @@ LOCAL = ["--algorithm", "local", "--sync-every", "6"]
 
 
 def ends(result) -> dict[int, str]:
-    """Rank and weights, as they are after the last average."""
+    """Rank and a digest of its weights after the last average, and of the factors by which ranks compute a common v."""
     assert result.code == 0, result.err
     lines = [line.split() for line in result.out.decode().splitlines() if "ends with" in line]
     return {int(words[0].strip("[")[0]): words[-1] for words in lines}
 
 
-def train(launch, faults: str, *options: str, two: bool = False, late: int = 0, fault: str = KILL):
-    lacked = lacks(late, "buffers" if late == 60 else "bucket") if late else ""
+def train(
+    launch, faults: str, *options: str, two: bool = False, late: int = 0, what: str = "bucket", fault: str = KILL
+):
+    """late, what: of the exchange whose average rank 1 lacks."""
+    lacked = lacks(late, what) if late else ""
     script = TRAIN.replace("TWO", str(two)).replace("LACKS", lacked).replace("FAULT", fault)
     return launch(script, *OPTIONS, *options, "train.py", faults)
 
@@ -104,18 +114,27 @@ def test_rounds_of_several_optimizers(launch) -> None:
     assert len(set(weights.values())) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("late", "faults"), [(4, "2:5:forward"), (19, "2:20:forward"), (19, "2:21:step")])
-def test_a_rank_that_lacks_an_average_takes_what_others_have_made_of_it(launch, late: int, faults: str) -> None:
-    weights = ends(train(launch, faults, *LOCAL, "--outer-momentum", "0.5", late=late, fault=ONCE_DELIVERED))
+@pytest.mark.parametrize(
+    ("late", "what", "faults"),
+    [
+        (4, "bucket", "2:4:moments"),
+        pytest.param(4, "second moments", "2:5:forward", marks=pytest.mark.slow),
+        pytest.param(19, "bucket", "2:20:forward", marks=pytest.mark.slow),
+        pytest.param(19, "bucket", "2:21:step", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_lacks_an_average_takes_what_others_have_made_of_it(
+    launch, late: int, what: str, faults: str
+) -> None:
+    options = [*LOCAL, "--outer-momentum", "0.5"]
+    weights = ends(train(launch, faults, *options, late=late, what=what, fault=ONCE_DELIVERED))
     assert weights.keys() == {0, 1}
     assert len(set(weights.values())) == 1
 
 
 @pytest.mark.slow
 def test_others_have_left_after_the_last_average(launch) -> None:
-    result = train(launch, "2:60:gone", *LOCAL, late=60, fault=ONCE_DELIVERED)
+    result = train(launch, "2:60:gone", *LOCAL, late=60, what="buffers", fault=ONCE_DELIVERED)
     assert 0 in ends(result)
     assert "without rank 2: 60 steps" in result.err
 

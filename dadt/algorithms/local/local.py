@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from dadt.algorithms.local.moments import RoundMoments
+from dadt.algorithms.local.moments import SHARED, RoundMoments
 from dadt.algorithms.local.outer import Fragment, Outer, parts
 from dadt.algorithms.local.pace import Pace
 from dadt.algorithms.sync import Sync
@@ -278,7 +278,8 @@ class Local(Sync):
         return {key: row.anchor for fragment in self._fragments.values() for key, row in fragment.rows.items()}
 
     def rounds(self) -> dict[str, list[int]]:
-        return {key: [f.over, f.absorbed, f.differ, f.overlap, f.every] for key, f in self._known.items()}
+        known = {key: [f.over, f.absorbed, f.differ, f.overlap, f.every] for key, f in self._known.items()}
+        return known | self._moments.rounds()
 
     def follow(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> Sequence[Fragment]:
         """Bring all remaining ranks to the same number of finished exchanges, after ranks were lost. No rank is more
@@ -286,7 +287,8 @@ class Local(Sync):
         ranks, known = self.attachment.ranks, self._known
         for fragment in known.values():
             fragment.forget_residuals()
-        for key in sorted({key for each in rounds for key in each}):
+        self._moments.follow(rounds)
+        for key in sorted({key for each in rounds for key in each} - {SHARED}):
             over = [each[key][0] if key in each else None for each in rounds]
             most = max(count for count in over if count is not None)
             if all(count in (None, most) for count in over):

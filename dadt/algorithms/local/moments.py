@@ -21,10 +21,14 @@ from typing import Any
 import torch
 
 from dadt.algorithms.local.outer import Fragment, OuterRow
+from dadt.comm import plain
 from dadt.errors import CommError
 from dadt.train.attachment import Attachment
 from dadt.train.moment import is_adam, moments_of, wide
 from dadt.train.own_moments import REFRESH
+
+SHARED = "v"
+"""Name of what ranks compare after a loss to learn which of them have shared v."""
 
 
 class RoundMoments:
@@ -35,8 +39,8 @@ class RoundMoments:
         self._attachment = attachment
         self._steps = 0
         """Number of steps that this rank has taken alone."""
-        self._shared = 0
-        """Value of `_steps` when v was last shared."""
+        self._shared = -1
+        """Value of `_steps` when v was last shared; -1 before the first time."""
         self._rates: list[float] = []
         """For each param_group, the sum of the learning rates of all steps that this rank has taken alone."""
         self._begun: dict[str, list[float]] = {}
@@ -59,14 +63,35 @@ class RoundMoments:
 
     def share(self) -> None:
         """Set Adam's v to a value that all ranks compute together, unless that was done less than REFRESH steps ago.
-        All ranks call it after the same step."""
-        if self._steps and self._steps - self._shared < REFRESH:
+        All ranks call it after the same step. It is repeated if ranks are lost."""
+        if self._shared >= 0 and self._steps - self._shared < REFRESH:
             return
-        self._shared = self._steps
-        try:
-            self._attachment.momentum.share()
-        except CommError as error:  # ranks were lost; the remaining ranks average v again in REFRESH steps
-            self._attachment.ranks.regroup(error)
+        while self._shared < self._steps:
+            try:
+                self._attachment.momentum.share()
+                self._shared = self._steps
+            except CommError as error:
+                self._attachment.ranks.regroup(error)  # it calls `follow`, which ends this if other ranks have done it
+
+    def rounds(self) -> dict[str, list[int]]:
+        """Return after how many steps this rank has shared v, by the name SHARED, for `Algorithm.rounds`."""
+        return {SHARED: [self._shared]}
+
+    def follow(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """End a sharing of v that another rank has ended, after ranks were lost, with the other rank's factors. This
+        rank's v stays as it is until all ranks share it again. rounds: what `rounds` returned on each rank. Raises
+        CommError."""
+        shared = [each[SHARED][0] if SHARED in each else None for each in rounds]
+        newest = max((steps for steps in shared if steps is not None), default=-1)
+        if all(steps in (None, newest) for steps in shared):
+            return
+        ranks, momentum = self._attachment.ranks, self._attachment.momentum
+        root = shared.index(newest)
+        given = plain.encode(momentum.state(), SHARED) if root == ranks.group.rank else b""
+        state = ranks.tell(f"local, factors of v{self._attachment.name}", given)[root]
+        if self._shared < newest:
+            momentum.load_state(plain.decode(state))
+            self._shared = newest
 
     def _since(self, name: str) -> list[float]:
         """Return the sums of learning rates of the named fragment's round so far."""
