@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dadt.comm.compression import Unsent
 from dadt.train.attachment import Attachment
 from dadt.train.restored import numbers_of
 
@@ -79,7 +80,10 @@ def restore(a: Attachment, own: Mapping[str, Any], prediction: Mapping[str, Any]
     if state:
         a.algorithm.load_state(state)
     a.algorithm.restore(own["algorithm"])
-    for form, owed in zip(a.schema.forms, own["owes"], strict=False):
+    forms = a.schema.forms
+    for index, (form, owed) in enumerate(zip(forms, own["owes"], strict=False)):
+        if form is None and owed is not None and "unsent" in owed:
+            form = forms[index] = Unsent()
         if form is not None and owed is not None:
             form.restore(owed)
     a.momentum.restore(own["momentum"])

@@ -122,6 +122,18 @@ def test_a_job_goes_on_in_the_way_that_auto_has_chosen(launch, exchange: float, 
     assert "resumed: 25 steps replayed" in resumed.err and "auto chooses" not in resumed.err, resumed.err
 
 
+def test_a_job_goes_on_within_the_trials_of_auto(launch) -> None:
+    """Bit for bit: each rank with what the compression that was tried still owed."""
+    begins = ["-np", "2", "--seed", "7", "--algorithm", "auto", "--compression", "auto", "--warmup-steps", "10"]
+    script = HEAD + CHOOSES.replace("EXCHANGE", "0.045") + SCRIPTS["one-cycle"]
+    expected = ends(launch(script, *begins, "train.py"))
+    killed = launch(script, *begins, "--snapshot-every", "5steps", "train.py", DIE="8")
+    assert killed.code != 0
+    resumed = launch(script, *begins, "--resume", killed.job, "train.py")
+    assert "resumed: 5 steps replayed" in resumed.err and "auto chooses" in resumed.err, resumed.err
+    assert ends(resumed) == expected
+
+
 LARGE = """
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 2000), nn.ReLU(), nn.Linear(2000, 2000), nn.Linear(2000, 3))

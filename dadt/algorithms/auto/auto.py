@@ -159,10 +159,12 @@ class Auto(Algorithm):
         number = len(tried) - max(self._until - a.step - 2, 0) // TRIES - 1
         self.tries = 0 <= number < len(tried)
         name = tried[number] if self.tries else a.compression
+        if a.step + 1 >= self._until and not given_compression(a):
+            name = "none"  # what the tried compressions still owe is sent before the chosen algorithm begins
         self._compress(name)
 
     def _compress(self, name: str) -> None:
-        """Use compression `name` in the following exchanges, in the same buckets, without the earlier residuals."""
+        """Use compression `name` in the following exchanges, in the same buckets. Earlier residuals are sent, too."""
         a = self.attachment
         if name != a.compression:
             a.compression = name
@@ -288,6 +290,14 @@ class Auto(Algorithm):
 
     def by_parameter(self, state: dict[str, Any]) -> dict[int, torch.Tensor]:
         return self._local.by_parameter(state)
+
+    def observe(self) -> dict[str, Any]:
+        return {**super().observe(), "tries": self.attachment.compression}
+
+    def restore(self, own: dict[str, Any]) -> None:
+        super().restore(own)
+        if "tries" in own and not given_compression(self.attachment):
+            self._compress(own["tries"])  # residuals are of the compression that was tried
 
     def load_state(self, state: dict[str, Any]) -> None:
         a = self.attachment

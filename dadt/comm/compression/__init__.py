@@ -9,7 +9,7 @@ import torch
 
 from dadt.comm.bucket import Bucket
 from dadt.comm.compression.base import BLOCK, FLOATS, Codec
-from dadt.comm.compression.feedback import Feedback
+from dadt.comm.compression.feedback import Feedback, Unsent
 from dadt.comm.compression.half import BFLOAT16, FLOAT16
 from dadt.comm.compression.integers import INT4, INT8
 from dadt.comm.compression.powersgd import LowRank
@@ -20,7 +20,7 @@ OF_MOMENTUM: dict[str, Codec] = {"momentum:1": BITS1, "momentum:2": BITS2}
 """Codec for the optimizer's momentum under each `--compression momentum:N`. Gradients are sent as int4 under these
 values."""
 
-Form = Feedback | LowRank
+Form = Feedback | Unsent | LowRank
 """The compression state of one bucket, which is carried from one exchange to the next."""
 
 
@@ -35,10 +35,29 @@ def forms(name: str, buckets: Sequence[Bucket], *, momentum: bool = False) -> li
     return [Feedback(codec) if codec and _saves(codec, b.dtype) else None for b in buckets]
 
 
+def carried(before: Sequence[Form | None], after: Sequence[Form | None]) -> list[Form | None]:
+    """Return the compressions `after` of the same buckets, which owe what `before` still owes of gradients. What
+    low-rank approximation owes, or the compression of momentum, is dropped."""
+    return [_carried(old, new) for old, new in zip(before, after, strict=True)]
+
+
+def _carried(before: Form | None, after: Form | None) -> Form | None:
+    if before is None or not (_of_gradients(before) and _of_gradients(after)):
+        return after
+    after = after or Unsent()
+    after.restore(before.observe())
+    return after
+
+
+def _of_gradients(form: Form | None) -> bool:
+    """Return whether the residual, if any, is one number for each value of a gradient."""
+    return not isinstance(form, LowRank) and not (isinstance(form, Feedback) and form.codec in OF_MOMENTUM.values())
+
+
 def _saves(codec: Codec, dtype: torch.dtype) -> bool:
     """Return whether the codec needs fewer bytes than the dtype. One 16-bit float type is therefore never converted to
     the other."""
     return dtype in FLOATS and codec.core.block_bytes < BLOCK * dtype.itemsize
 
 
-__all__ = ["CODECS", "INT8", "OF_MOMENTUM", "Codec", "Feedback", "Form", "LowRank", "forms"]
+__all__ = ["CODECS", "INT8", "OF_MOMENTUM", "Codec", "Feedback", "Form", "LowRank", "Unsent", "carried", "forms"]

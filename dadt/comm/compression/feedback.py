@@ -3,10 +3,12 @@ next one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from dadt.comm.bucket import Bucket, plain
 from dadt.comm.compression.base import Codec
 
 
@@ -76,3 +78,35 @@ class Feedback(Owing):
         """Return the keyword arguments for the next `Engine.allreduce` of `total` values. This object must stay alive
         until the allreduce is done, which uses its memory."""
         return {"codec": self.codec.core, "owed": self.owed(total).data_ptr(), "keep": float(self.keep(scale))}
+
+
+class Unsent(Owing):
+    """What the earlier compression of a bucket still owes that is not compressed any more. The next exchange sends it
+    with this rank's gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._owed: torch.Tensor | None = None
+
+    def observe(self) -> dict[str, Any]:
+        return {**super().observe(), "owed": self._owed, "unsent": True}
+
+    def restore(self, own: dict[str, Any]) -> None:
+        super().restore(own)
+        self._owed = own["owed"]
+
+    def added(
+        self, bucket: Bucket, gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | None
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of the bucket's tensors with what is owed, as copies where anything is; nothing is owed
+        after that. A tensor without a gradient is not sent. scale: the loss scale of the gradients."""
+        keep, owed, self._owed = self.keep(scale), self._owed, None
+        if owed is None:
+            return list(gradients)
+        parts = torch.split(owed, [t.numel() for t in bucket.parts])
+        with torch.no_grad():
+            return [
+                # The residual is stored in the order in which the elements lie in memory.
+                None if g is None else plain(g).add(o.mul(keep).as_strided(t.shape, s).to(g.device)).to(g.dtype)
+                for g, o, t, s in zip(gradients, parts, bucket.parts, bucket.strides, strict=True)
+            ]

@@ -95,7 +95,8 @@ class BucketExchange:
             plain = bucket.layout.total * bucket.layout.dtype.itemsize
             self._works.append(self._submit(form.first, staged, into, name, lane, weight, plain=plain))
         else:
-            self._enqueue(self._works, bucket, staged, into, name, lane, weight, form, scale)
+            feedback = form if isinstance(form, Feedback) else None
+            self._enqueue(self._works, bucket, staged, into, name, lane, weight, feedback, scale)
 
     def _enqueue(self, works: list[Work | Averaging], *operation: Any) -> None:
         works.append(self._submit(*operation))

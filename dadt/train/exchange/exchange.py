@@ -16,7 +16,7 @@ from torch import nn
 from dadt._core import Work
 from dadt.comm import shards
 from dadt.comm.bucket import Bucket, Staged, split
-from dadt.comm.compression import LowRank, forms
+from dadt.comm.compression import LowRank, Unsent, carried, forms
 from dadt.comm.compression.powersgd import Learned, Round
 from dadt.comm.executors.device import Averaging, Device
 from dadt.errors import Mismatch
@@ -80,9 +80,10 @@ class BucketPlan:
         """The compression of each bucket of gradients, None if a bucket is not compressed."""
 
     def compress(self, name: str, *, momentum: bool = False) -> None:
-        """Change the compression from the next exchange on. Residuals so far are dropped. momentum: whether momentum is
-        sent in place of gradients."""
-        self.forms = forms(name, self.buckets, momentum=momentum)
+        """Change the compression of later exchanges, which also send what gradients' compression still owes."""
+        made = forms(name, self.buckets, momentum=momentum)
+        # On a device, residuals are not in units of gradients.
+        self.forms = carried(self.forms, made) if self.device is None else made
 
     def next_turn(self) -> None:
         """Choose the contiguous buffers that the next exchange will use. Called when the exchange begins."""
@@ -266,6 +267,8 @@ class Exchange(BucketExchange):
     def _stage(self, index: int) -> Staged:
         bucket, form = self.schema.buckets[index], self._forms[index]
         gradients = shards.gradients(bucket.tensors)
+        if isinstance(form, Unsent):
+            gradients = form.added(bucket, gradients, self.scale)
         if not isinstance(form, LowRank):
             return bucket.stage(gradients, self._turn)
         round_ = form.begin(gradients, self.scale, self._turn, self.weight > 0)

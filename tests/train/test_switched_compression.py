@@ -1,0 +1,51 @@
+"""A compression that takes the place of another sends what the other one still owes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.ranks import printed
+from harness.switching_rank import main
+
+from dadt.comm.bucket import Bucket
+from dadt.comm.compression import Feedback, Unsent, carried, forms
+
+
+@pytest.mark.parametrize(("executor", "size"), [("shm", 2), ("shm", 3), ("tcp", 3)])
+def test_what_came_is_what_was_sent(executor, size, tmp_path):
+    ranks = printed(tmp_path, main, *((executor, rank, size, str(tmp_path)) for rank in range(size)))
+    said = [rank.said for rank in ranks]
+    assert len(set(said)) == 1, said
+    owing, paid, after, _ = said[0].split()
+    assert float(owing) > 0.05, "nothing was owed"
+    assert float(paid) < 1e-5 and float(after) < 1e-5, said
+
+
+def owing(name: str) -> tuple[Bucket, Feedback]:
+    bucket = Bucket([torch.zeros(6, 4), torch.zeros(5)])
+    (form,) = forms(name, [bucket])
+    form.owed(29).copy_(torch.arange(29.0))
+    return bucket, form
+
+
+def test_what_is_owed_is_sent_once_and_with_gradients_alone():
+    bucket, form = owing("int4")
+    (rest,) = carried([form], forms("none", [bucket]))
+    again = Unsent()
+    again.restore(rest.observe())
+    for each in (rest, again):
+        sent = each.added(bucket, [torch.ones(6, 4), None], None)
+        assert torch.equal(sent[0], torch.arange(24.0).view(6, 4) + 1) and sent[1] is None
+        one = torch.ones(5)
+        assert each.added(bucket, [None, one], None)[1] is one
+    (rest,) = carried([form], forms("none", [bucket]))
+    rest.forget()
+    assert not rest.added(bucket, [torch.zeros(6, 4), None], None)[0].any()
+
+
+@pytest.mark.parametrize("name", ["momentum:2", "powersgd:1"])
+def test_what_other_values_owe_is_dropped(name):
+    bucket, form = owing("int8")
+    other = forms(name, [bucket], momentum=True)
+    assert carried([form], other) == other
+    assert carried(other, [None]) == [None]
