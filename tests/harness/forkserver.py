@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import types
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -278,8 +279,10 @@ def leave(names: dict[str, Any], code: int, known: Collection[str]) -> None:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     names.clear()
-    for name in [each for each in reversed(sys.modules) if each not in known]:
-        vars(sys.modules[name]).clear()
+    new = [module for name, module in sys.modules.items() if name not in known]
+    for module in reversed(new):
+        if isinstance(module, types.ModuleType):  # a script may put anything there
+            vars(module).clear()
     gc.collect()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
