@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from dadt.algorithms.auto.ways import SHOWN, Choice
+from dadt.comm.compression import OF_MOMENTUM
 from dadt.errors import ConfigError
 from dadt_cli.bench import cost, probe
 from dadt_cli.bench.cost import BucketCost, Handling, LinkCost, LowRankBytes, MeasuredCosts, NetworkSpeed
@@ -166,7 +167,7 @@ def check(
                 # `every` steps are not counted.
                 lead = every if algorithm == "local" else LEAD
                 with _party(task, location, ranks, cost.options(way, at_once=waits)) as party:
-                    if way.compression.startswith("momentum"):
+                    if way.compression in OF_MOMENTUM:
                         party.train(0, BEGINNING)  # gradients are sent at first
                     turns = [(_turn(alone, least, LEAD), _turn(party, steps, lead)) for _ in range(CHECK_TURNS)]
                 compute, seconds = (statistics.median(column) for column in zip(*turns, strict=True))

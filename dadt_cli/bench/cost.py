@@ -38,10 +38,11 @@ from dataclasses import dataclass
 
 from dadt.algorithms.auto import choice, ways
 from dadt.algorithms.auto.ways import Choice, Shown
+from dadt.comm.compression import OF_MOMENTUM
 
 SMALL = 32 * 1024
 """Largest size in bytes for which an allreduce is done as an allgather (dadt/comm/executors/pull.py)."""
-WIRE = {**ways.WIRE, **{name: ways.WIRE[name] + ways.REFRESHED for name in ("momentum:2", "momentum:1")}}
+WIRE = {**ways.WIRE, **{name: ways.WIRE[name] + ways.REFRESHED for name in OF_MOMENTUM}}
 """Bytes sent for each byte of float32, by compression."""
 CHUNK = 4 << 20
 """Bytes of one chunk: the hierarchical executor exchanges the data of an allreduce in chunks of this size."""
@@ -155,7 +156,7 @@ def ways_of(sync_every: int, shown: Shown) -> list[Choice]:
         Choice(algorithm, compression, sync_every if algorithm == "local" else 0)
         for algorithm in ALGORITHMS
         for compression in COMPRESSIONS
-        if not (algorithm in ALONE and compression.startswith("momentum"))
+        if not (algorithm in ALONE and compression in OF_MOMENTUM)
     ]
     rounds = [way for way in shown.costs if way.every and way not in found]
     return sorted([*found, *rounds], key=lambda way: ALGORITHMS.index(way.algorithm))

@@ -8,6 +8,7 @@ import torch
 
 from dadt.algorithms.auto.choice import Shape
 from dadt.algorithms.auto.ways import SHOWN, Choice, Shown
+from dadt.comm.compression import OF_MOMENTUM
 from dadt.config.check import round_steps
 from dadt.train.attachment import Attachment
 from dadt.train.moment import is_adam
@@ -33,16 +34,18 @@ def ways(a: Attachment, *, may_part: bool = True) -> dict[Choice, float]:
     least. may_part: whether weights may differ between ranks, as under `local`."""
     algorithm, compression, costs = given_algorithm(a), given_compression(a), shown(a).costs
     if algorithm == "local":
-        names = dict.fromkeys(way.compression for way in costs if "momentum" not in way.compression)
+        names = dict.fromkeys(way.compression for way in costs if way.compression not in OF_MOMENTUM)
         return {Choice("local", name): 0.0 for name in names}
     longest = round_steps(a.ranks.config.sync_every)
     found: dict[Choice, float] = {}
     parts, suited = may_part and _parts(a), bool(compression) or not a.momentum.unsuited
     if compression not in ("", *(way.compression for way in costs)):
         # What this compression costs is not known, and the same for all algorithms.
-        costs = {way._replace(compression=compression): cost for way, cost in costs.items() if way[1] == "none"}
+        costs = {
+            way._replace(compression=compression): cost for way, cost in costs.items() if way.compression == "none"
+        }
     for way, cost in costs.items():
-        momentum = way.compression.startswith("momentum")
+        momentum = way.compression in OF_MOMENTUM
         if (algorithm or way.algorithm) != way.algorithm or (compression or way.compression) != way.compression:
             continue
         if (suited or not momentum) and (parts or way.algorithm != "local"):
@@ -64,7 +67,7 @@ def to_try(a: Attachment) -> list[str]:
     if given := given_compression(a):
         return [given] if given.startswith("powersgd") else []
     every = dict.fromkeys(way.compression for way in ways(a))
-    return [name for name in every if name != "none" and not name.startswith("momentum")]
+    return [name for name in every if name != "none" and name not in OF_MOMENTUM]
 
 
 def shape(a: Attachment, sizes: Sequence[int]) -> Shape:

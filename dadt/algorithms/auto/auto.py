@@ -292,7 +292,8 @@ class Auto(Algorithm):
         return self._local.by_parameter(state)
 
     def observe(self) -> dict[str, Any]:
-        return {**super().observe(), "tries": self.attachment.compression}
+        a = self.attachment
+        return super().observe() | ({} if given_compression(a) else {"tries": a.compression})
 
     def restore(self, own: dict[str, Any]) -> None:
         super().restore(own)

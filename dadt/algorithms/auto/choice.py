@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dadt.algorithms.auto.ways import WIRE, Choice
+from dadt.comm.compression import OF_MOMENTUM
 
 CLOSE = 1.05
 """Ways that take at most this factor times the time of the fastest count as equally fast; of these, the one that costs
@@ -127,7 +128,7 @@ def _with_momentum(found: Mapping[str, float]) -> dict[str, float]:
     if not {"int8", "int4"} <= found.keys():
         return dict(found)
     each = max(0.0, found["int8"] - found["int4"]) / (WIRE["int8"] - WIRE["int4"])
-    more = {name: found["int4"] - each * (WIRE["int4"] - WIRE[name]) for name in ("momentum:2", "momentum:1")}
+    more = {name: found["int4"] - each * (WIRE["int4"] - WIRE[name]) for name in OF_MOMENTUM}
     return {**found, **{name: max(0.0, seconds) for name, seconds in more.items()}}
 
 

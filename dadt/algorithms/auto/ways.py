@@ -6,6 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from dadt.comm.compression import CODECS, OF_MOMENTUM
+from dadt.comm.compression.base import BLOCK
+from dadt.train.own_moments import REFRESH
+
 
 class Choice(NamedTuple):
     """One way to train."""
@@ -81,20 +85,15 @@ come from."""
 
 WIRE = {
     "none": 1.0,
-    "bf16": 1 / 2,
-    "fp16": 1 / 2,
-    "int8": (256 + 4) / 1024,
-    "int4": (128 + 4) / 1024,
-    "momentum:2": (64 + 4) / 1024,
-    "momentum:1": (32 + 4) / 1024,
+    **{name: codec.core.block_bytes / (4 * BLOCK) for name, codec in {**CODECS, **OF_MOMENTUM}.items()},
 }
-"""Bytes that are sent for each byte of float32, by compression. Blocks of 256 values have 4 more for their scale."""
-REFRESHED = WIRE["int8"] / 50
-"""The same for Adam's second moments, which ranks that send momentum or step alone send in 8 bits every 50 steps."""
+"""Bytes that are sent for each byte of float32, by compression. Blocks have 4 more for their scale."""
+REFRESHED = WIRE["int8"] / REFRESH
+"""The same for Adam's second moments, which ranks that send momentum or step alone send in 8 bits now and then."""
 
 
 def sent(way: Choice, *, adaptive: bool) -> float:
     """Return the bytes that ranks send in a step, as a share of uncompressed gradients. adaptive: whether the optimizer
     has second moments."""
-    refreshed = REFRESHED if adaptive and (way.every or way.compression.startswith("momentum")) else 0.0
+    refreshed = REFRESHED if adaptive and (way.every or way.compression in OF_MOMENTUM) else 0.0
     return WIRE.get(way.compression, 1.0) / max(way.every, 1) + refreshed

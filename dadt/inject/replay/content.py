@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dadt.comm.compression import CODECS, OF_MOMENTUM
 from dadt.comm.shards import local
 from dadt.errors import NotResumed
 from dadt.train.weighing import Rule
@@ -251,7 +252,7 @@ _PREDICTION = _with(
     absent=_is_numbers,
 )
 _IN_FLIGHT = {"not_finite": _is_numbers, "learned": _numbered(_any_of(list, tuple))}
-_OWES = _with(scale=_or_none(_is_factor), forgets=_is_bool, owed=_or_none(_is_owed), bases=_is_rows)
+_OWES = _with(scale=_or_none(_is_factor), forgets=_is_bool, owed=_or_none(_is_owed), bases=_is_rows, unsent=_is_bool)
 _MOMENTUM = _with(own=_is_rows, taken=_is_numbers, on_way=_is_rows)
 _WEIGHING = _with("rule", "unit", "usual", rule=_is_rule, unit=_is_positive, usual=_is_positive)
 _FRAGMENT = _with("round", "owes", round=_is_round, owes=_each(_or_none(_OWES)))
@@ -262,6 +263,7 @@ _ALGORITHM = _with(
     left=_is_step,
     watches=_is_bool,
     fragments=_numbered(_FRAGMENT),
+    tries=lambda value: isinstance(value, str) and value in ("none", *CODECS, *OF_MOMENTUM),
 )
 
 
