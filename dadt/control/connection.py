@@ -193,18 +193,19 @@ class Listener:
 
 
 def dial(
-    find: Callable[[], Reach], hello: Words, deadline: float, whom: str = "the launcher"
+    find: Callable[[], Reach], hello: Words, deadline: float, whom: str = "the launcher", *, listens: bool = False
 ) -> tuple[SealedConnection, Words, str]:
     """Connect to the launcher, or to another listener. Returns the connection, the listener's answer to `hello`, and
     the address that worked. find: returns where the listener listens, or raises Unreached while this is unknown; called
-    before each round of attempts. whom: what error messages call the listener. Raises Refused, or Unreached after the
-    deadline."""
+    before each round of attempts. whom: what error messages call the listener. listens: whether it has listened since
+    before this process was started, so that it has ended if nobody listens. Raises Refused, or Unreached: after the
+    deadline, or as soon as the listener is known to have ended."""
     pause, longest = PAUSES
     while True:
         try:
             return attempt(find(), hello, deadline, whom)
-        except Unreached:
-            if time.monotonic() + pause >= deadline:
+        except Unreached as error:
+            if time.monotonic() + pause >= deadline or (listens and error.nobody_listens):
                 raise
         time.sleep(pause)
         pause = min(2 * pause, longest)

@@ -40,7 +40,7 @@ def connect() -> None:
     for number in OVERHEARD:
         # The handler does nothing. Ignoring the signal by SIG_IGN is not possible, because workers would inherit that.
         signal.signal(number, lambda number, frame: None)
-    connection, _, _ = dial(lambda: reach, told, time.monotonic() + CONNECT_SECONDS)
+    connection, _, _ = dial(lambda: reach, told, time.monotonic() + CONNECT_SECONDS, listens=True)
     if name:
         _end_with_actor(connection, parent)
     become_standard(connection)

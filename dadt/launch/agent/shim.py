@@ -48,6 +48,7 @@ class Shim:
         self._rank = world.rank
         self._reach = Reach.from_text(note["reach"])
         self._deadline = time.monotonic() + note["timeout"]
+        self._parent = os.getppid()
         self._index, self._local_rank = _place(world, note["shares"])
         self._socket = line_of(root() / f"{note['job']}.{self._index}" / SOCKET, self._local_rank)
         known_by = (*MPI_VARIABLES, "SLURM_") if world.launcher == "srun" else MPI_VARIABLES
@@ -78,7 +79,7 @@ class Shim:
 
     def _start_agent(self) -> None:
         """Start the agent, whose standard input is a connection to the launcher."""
-        connection, _, _ = dial(lambda: self._reach, {"index": self._index}, self._deadline)
+        connection, _, _ = dial(lambda: self._reach, {"index": self._index}, self._deadline, listens=True)
         env = {name: value for name, value in os.environ.items() if name not in self._own}
         self._agent = spawn_agent(connection, sys.executable, env)
 
@@ -89,6 +90,8 @@ class Shim:
                 return connect_to(self._socket)
             if self._agent is not None and self._agent.poll() is not None:
                 raise LaunchError(f"the agent of this host has ended with code {self._agent.returncode}")
+            if os.getppid() != self._parent:
+                raise LaunchError("what has started this rank has ended")
             time.sleep(RETRY_SECONDS)
         raise LaunchError(f"the agent of this host ({self._socket}) did not start in time")
 
