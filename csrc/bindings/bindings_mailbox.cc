@@ -7,7 +7,7 @@
 namespace dadt {
 namespace {
 
-void wait(Transit& transit, double timeout) {
+void await_message(Transit& transit, double timeout) {
   if (!wait_unlocked(transit, timeout)) throw Error(Code::kTimeout, transit.late(timeout));
   if (transit.error()) throw *transit.error();
 }
@@ -43,7 +43,7 @@ void bind_messages(Class& bound) {
 void bind_mailbox(py::module_& module) {
   py::class_<Transit, std::shared_ptr<Transit>>(module, "Transit")
       .def_property_readonly("done", &Transit::done)
-      .def("wait", &wait, "timeout"_a)
+      .def("wait", &await_message, "timeout"_a)
       .def_property_readonly("source", &source);
   py::class_<Mailbox, std::unique_ptr<Mailbox, DeleteUnlocked>> shared(module, "Mailbox");
   shared.def(py::init<int, int>(), "rank"_a, "world_size"_a)

@@ -7,7 +7,7 @@ namespace {
 
 std::string title_of(const Ticket& ticket) { return "\"" + ticket.name() + "\""; }
 
-void wait(Ticket& ticket, double timeout) {
+void await_decision(Ticket& ticket, double timeout) {
   try {
     wait_for(ticket, timeout, title_of(ticket));
   } catch (const Error& error) {
@@ -41,7 +41,7 @@ std::shared_ptr<Ticket> exchange(Negotiation& negotiation, std::string name, std
 // Positions of streams, as Links has them, too.
 using Position = std::array<uint64_t, 1>;
 
-std::optional<Position> detach(Negotiation& negotiation, int rank) {
+std::optional<Position> detach_from(Negotiation& negotiation, int rank) {
   const auto received = negotiation.detach(rank);
   return received ? std::optional(Position{*received}) : std::nullopt;
 }
@@ -50,7 +50,7 @@ void bind_ticket(py::module_& module) {
   py::class_<Ticket, std::shared_ptr<Ticket>>(module, "Ticket")
       .def_property_readonly("name", &Ticket::name)
       .def_property_readonly("done", &Ticket::done)
-      .def("wait", &wait, "timeout"_a)
+      .def("wait", &await_decision, "timeout"_a)
       .def("tell_that_it_is_waited_for", &Ticket::tell_that_it_is_waited_for)
       .def_property_readonly("operation",
                              [](const Ticket& ticket) -> std::optional<std::string> {
@@ -121,7 +121,7 @@ void bind_negotiation(py::module_& module) {
       .def("close", &Negotiation::close, "timeout"_a, Unlocked())
       .def("turn", &Negotiation::turn)
       .def("await_break", &Negotiation::await_break, Unlocked())
-      .def("detach", &detach, "rank"_a, Unlocked())
+      .def("detach", &detach_from, "rank"_a, Unlocked())
       .def("is_detached", &Negotiation::is_detached, "rank"_a, Unlocked())
       .def("has_left", &Negotiation::has_left, "rank"_a, Unlocked())
       .def("give_up", &Negotiation::give_up, "rank"_a, Unlocked())

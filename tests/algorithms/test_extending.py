@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT
+from harness import ROOT, forkserver
 from harness.patience import PATIENCE
 
 from dadt.algorithms import find
@@ -21,7 +21,7 @@ FILES = dict(re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", PAGE, re.S
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "dadt_cli", "run", "-np", "2", *options, "train.py"],
+        [forkserver.dadt(), "run", "-np", "2", *options, "train.py"],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -4,7 +4,7 @@
 
 #include <optional>
 
-namespace dadt {
+namespace dadt::coordinator_test {
 namespace {
 
 using std::chrono::seconds;
@@ -183,4 +183,4 @@ TEST(Messages, OfADecisionSayWhoseTensorsHaveFailed) {
 }
 
 }  // namespace
-}  // namespace dadt
+}  // namespace dadt::coordinator_test

@@ -5,7 +5,7 @@
 #include "engine/null.h"
 #include "ranks.h"
 
-namespace dadt {
+namespace dadt::engine_test {
 namespace {
 
 constexpr size_t kSlot = 256;
@@ -326,4 +326,4 @@ TEST(Pull, AbortFailsTheJobAtOnceAndForbidsItsMemory) {
 }
 
 }  // namespace
-}  // namespace dadt
+}  // namespace dadt::engine_test

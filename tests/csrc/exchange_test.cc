@@ -6,7 +6,7 @@
 #include "engine/null.h"
 #include "ranks.h"
 
-namespace dadt {
+namespace dadt::exchange_test {
 namespace {
 
 constexpr size_t kSmallSlot = 256;  // the table alone takes several chunks
@@ -188,4 +188,4 @@ TEST(Exchange, NullGivesEachRankItsOwn) {
 }
 
 }  // namespace
-}  // namespace dadt
+}  // namespace dadt::exchange_test

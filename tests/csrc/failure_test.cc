@@ -7,7 +7,7 @@
 
 #include "ranks.h"
 
-namespace dadt {
+namespace dadt::failure_test {
 namespace {
 
 constexpr size_t kSlot = 256;
@@ -299,4 +299,4 @@ TEST(Fork, EverythingIsInertInTheChild) {
 }
 
 }  // namespace
-}  // namespace dadt
+}  // namespace dadt::failure_test

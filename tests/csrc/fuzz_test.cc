@@ -11,7 +11,7 @@
 #include "negotiation/message.h"
 #include "ranks.h"
 
-namespace dadt {
+namespace dadt::fuzz_test {
 namespace {
 
 constexpr size_t kFew = 20'000;
@@ -239,4 +239,4 @@ TEST_F(FuzzMail, Frames) {
 }
 
 }  // namespace
-}  // namespace dadt
+}  // namespace dadt::fuzz_test

@@ -12,7 +12,7 @@
 
 #include "kernels/number.h"
 
-namespace dadt {
+namespace dadt::kernels_test {
 namespace {
 
 std::vector<const Kernels*> tables() {
@@ -429,4 +429,4 @@ TEST(Kernels, CopiesEveryByte) {
 }
 
 }  // namespace
-}  // namespace dadt
+}  // namespace dadt::kernels_test

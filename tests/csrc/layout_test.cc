@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace dadt {
+namespace dadt::layout_test {
 namespace {
 
 TEST(Layout, PiecesCoverEveryElementOnce) {
@@ -32,4 +32,4 @@ TEST(Layout, TellsDivisionsApart) {
 TEST(Layout, EmptyHasNoBytes) { EXPECT_EQ(Layout(DType::kFloat64, {}).bytes(), 0u); }
 
 }  // namespace
-}  // namespace dadt
+}  // namespace dadt::layout_test

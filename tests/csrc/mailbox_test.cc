@@ -11,7 +11,7 @@
 
 #include "ranks.h"
 
-namespace dadt {
+namespace dadt::mailbox_test {
 namespace {
 
 constexpr size_t kPipe = 4096;  // messages of more than 512 bytes are long
@@ -382,4 +382,4 @@ TEST(Mailbox, IsInertInAForkedChild) {
 }
 
 }  // namespace
-}  // namespace dadt
+}  // namespace dadt::mailbox_test

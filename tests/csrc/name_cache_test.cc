@@ -4,7 +4,7 @@
 
 #include <set>
 
-namespace dadt {
+namespace dadt::name_cache_test {
 namespace {
 
 std::shared_ptr<const Request> tensor(const std::string& name, size_t count = 3) {
@@ -76,4 +76,4 @@ TEST_F(NameCaching, WhatIsPendingStaysThoughItIsTooMuch) {
 }
 
 }  // namespace
-}  // namespace dadt
+}  // namespace dadt::name_cache_test

@@ -9,7 +9,7 @@
 #include "ranks.h"
 #include "tcp_pairs.h"
 
-namespace dadt {
+namespace dadt::negotiation_break_test {
 namespace {
 
 constexpr double kLong = 30;
@@ -157,4 +157,4 @@ TEST(NegotiationBreak, AMessageWithAnotherNumberIsNone) {
 }
 
 }  // namespace
-}  // namespace dadt
+}  // namespace dadt::negotiation_break_test

@@ -12,7 +12,7 @@
 
 #include "ranks.h"
 
-namespace dadt {
+namespace dadt::negotiation_test {
 namespace {
 
 constexpr size_t kSlot = 4096;
@@ -747,4 +747,4 @@ TEST(Negotiation, SleepsWhileThereIsNothingToDo) {
 }
 
 }  // namespace
-}  // namespace dadt
+}  // namespace dadt::negotiation_test

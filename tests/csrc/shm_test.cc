@@ -6,7 +6,7 @@
 #include "kernels/number.h"
 #include "ranks.h"
 
-namespace dadt {
+namespace dadt::shm_test {
 namespace {
 
 constexpr size_t kSmallSlot = 256;  // many chunks with few elements
@@ -387,4 +387,4 @@ TEST(ShmCompressed, TellsThatRanksCompressDifferently) {
 }
 
 }  // namespace
-}  // namespace dadt
+}  // namespace dadt::shm_test

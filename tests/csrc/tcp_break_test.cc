@@ -8,7 +8,7 @@
 
 #include "lasting_ranks.h"
 
-namespace dadt {
+namespace dadt::tcp_break_test {
 namespace {
 
 // Two ends whose connections break at any time, while memory that was sent changes as soon as it may.
@@ -203,4 +203,4 @@ TEST(TcpBreak, ARankThatEndsIsNotReplaced) {
 }
 
 }  // namespace
-}  // namespace dadt
+}  // namespace dadt::tcp_break_test

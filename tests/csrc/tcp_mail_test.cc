@@ -3,7 +3,7 @@
 #include "lasting_ranks.h"
 #include "tcp/tcp_mailbox.h"
 
-namespace dadt {
+namespace dadt::tcp_mail_test {
 namespace {
 
 using Bytes = std::vector<uint8_t>;
@@ -322,4 +322,4 @@ TEST_P(TcpMailRubbish, FailsWhatWaitsOverAConnectionThatWasReplaced) {
 INSTANTIATE_TEST_SUITE_P(Seeds, TcpMailRubbish, testing::Range(0, 300));
 
 }  // namespace
-}  // namespace dadt
+}  // namespace dadt::tcp_mail_test

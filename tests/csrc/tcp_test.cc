@@ -11,7 +11,7 @@
 #include "ranks.h"
 #include "tcp_pairs.h"
 
-namespace dadt {
+namespace dadt::tcp_test {
 namespace {
 
 std::vector<std::shared_ptr<TcpExecutor>> over_tcp(int world_size, int streams = 1) {
@@ -379,4 +379,4 @@ TEST_P(TcpRubbish, IsToldAndTakesNoMemory) {
 INSTANTIATE_TEST_SUITE_P(Seeds, TcpRubbish, testing::Range(0, 300));
 
 }  // namespace
-}  // namespace dadt
+}  // namespace dadt::tcp_test

@@ -8,7 +8,7 @@
 #include "engine/null.h"
 #include "ranks.h"
 
-namespace dadt {
+namespace dadt::timeline_test {
 namespace {
 
 std::vector<std::string> lines(const std::string& text) {
@@ -182,4 +182,4 @@ TEST(Timeline, AForkedChildCanDestroyIt) {
 }
 
 }  // namespace
-}  // namespace dadt
+}  // namespace dadt::timeline_test

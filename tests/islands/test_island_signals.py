@@ -13,7 +13,7 @@ from harness.patience import await_that
 from dadt.errors import PeerLost
 from dadt.train.checkpoint_signal import CheckpointSignal
 
-SAVES = 6
+SAVES = 3
 TRAIN = """
 import json, os, signal, torch, torch.distributed as dist
 torch.set_num_threads(1)

@@ -31,8 +31,8 @@ if mine:
 TEXT = r'sys.exit("no GPU is free\non this node")'
 
 
-def run(launch: Callable[..., Result], end: str, *options: str, script: tuple[str, ...] = ()) -> Result:
-    return launch(TRAIN.replace("END", end), "-np", "2", *options, "train.py", *script)
+def run(launch: Callable[..., Result], end: str, *options: str, script: tuple[str, ...] = (), **env: str) -> Result:
+    return launch(TRAIN.replace("END", end), "-np", "2", *options, "train.py", *script, **env)
 
 
 def test_all_ranks_leave_with_the_same_code_after_they_have_replaced_themselves(launch) -> None:
@@ -43,7 +43,7 @@ def test_all_ranks_leave_with_the_same_code_after_they_have_replaced_themselves(
 
 
 def test_the_text_of_sys_exit_is_the_cause(launch) -> None:
-    result = run(launch, TEXT, script=("one",))
+    result = run(launch, TEXT, script=("one",), MALLOC_ARENA_MAX="2")
     assert result.code == 1, result.err
     assert "dadt: worker 1 failed (exit code 1) after " in result.err
     assert '  cause   no GPU is free\n          on this node\n    File "train.py", line 20' in result.err
