@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -64,23 +64,33 @@ class Scene:
 
 
 SCENES = (
+    *(Scene(hosts, 100, size=size) for hosts in (4, 8, 16) for size in (2_000_000, 10_000_000, BYTES)),
     Scene(4, 200),
-    Scene(8, 100),
     Scene(16, 50),
+    Scene(4, 200, slow=40, size=10_000_000),
+    Scene(4, 200, slow=40),
+    Scene(8, 100, slow=50, size=10_000_000),
+    Scene(8, 100, slow=50),
     Scene(8, 100, uplink=100),
     Scene(8, 100, uplink=200),
     Scene(16, 50, uplink=100),
-    Scene(4, 200, slow=40),
-    Scene(8, 100, slow=50),
     Scene(8, 100, size=400_000),
-    Scene(8, 100, size=2_000_000),
-    Scene(8, 100, size=10_000_000),
 )
 
 
-def averages(scene: Scene, contenders: Sequence[str], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each contender's averages on the slowest rank. In the first average nothing is known of the
-    links."""
+class Averages(NamedTuple):
+    """What one contender did."""
+
+    seconds: list[float]
+    """Of each average, on the slowest rank. In the first average nothing is known of the links."""
+    sent: list[int]
+    """Bytes that each rank has sent in all averages; 0 if they are not known."""
+    resent: list[int]
+    """Bytes that were sent again."""
+
+
+def averages(scene: Scene, contenders: Sequence[str], rounds: int) -> dict[str, Averages]:
+    """Return what each contender did in turns."""
     network = Network(SimulatedLink(1e6 * scene.mbit))
     try:
         hosts = [network.add()[1].removeprefix("--net=") for _ in range(scene.hosts)]
@@ -98,7 +108,11 @@ def averages(scene: Scene, contenders: Sequence[str], rounds: int) -> dict[str, 
             told = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(scene.hosts)]
     finally:
         network.close()
-    return {name: [max(each) for each in zip(*(rank[name] for rank in told), strict=True)] for name in contenders}
+    found = {}
+    for name in contenders:
+        seconds, sent, resent = zip(*(rank[name] for rank in told), strict=True)
+        found[name] = Averages([max(each) for each in zip(*seconds, strict=True)], list(sent), list(resent))
+    return found
 
 
 def _shape(scene: Scene, switch: str, hosts: Sequence[str]) -> None:
@@ -137,7 +151,8 @@ def _run(rank: int, host: str, scene: Scene, contenders: Sequence[str], rounds: 
         os._exit(code)
 
 
-def _averages(rank: int, scene: Scene, contenders: Sequence[str], rounds: int, folder: Path) -> dict[str, list[float]]:
+def _averages(rank: int, scene: Scene, contenders: Sequence[str], rounds: int, folder: Path) -> dict[str, Any]:
+    """Return each contender's seconds, bytes sent and bytes sent again, on this rank."""
     world = World(rank=rank, world_size=scene.hosts, local_size=1, cross_rank=rank, address=f"10.77.0.{rank + 1}")
     store = FileStore(str(folder / "store"), scene.hosts)
     meet = GroupRendezvous(store, rank, scene.hosts, PATIENCE)
@@ -157,10 +172,13 @@ def _averages(rank: int, scene: Scene, contenders: Sequence[str], rounds: int, f
             at = [tensor.data_ptr()]
             connection.engine.allreduce(layout, at, at, f"{turn}").wait(PATIENCE)
             taken[name].append(time.perf_counter() - begun)
-    for connection in connections.values():
+    found = {}
+    for name, connection in connections.items():
         connection.engine.close(PATIENCE)
+        links = connection.links().values()
+        found[name] = (taken[name], sum(link.sent for link in links), sum(link.resent for link in links))
         connection.close()
-    return taken
+    return found
 
 
 def page(study: dict[str, Any]) -> str:
@@ -170,25 +188,32 @@ def page(study: dict[str, Any]) -> str:
         cells = [scene.title, f"{scene.least:.2f}"]
         for first, *rest in found["seconds"].values():
             cells += [f"{first:.2f}", f"{median(rest):.2f} ({scene.least / median(rest):.0%})"]
-        lines.append(cells)
+        resent = [f"{sum(found['resent'][name]) / sum(sent):.2%}" for name, sent in found["sent"].items() if sum(sent)]
+        lines.append([*cells, ", ".join(resent)])
     names = [head for name in found["seconds"] for head in (f"{name}: first", "then")]
-    return table(["hosts", "least, s", *names], lines)
+    return table(["hosts", "least, s", *names, "tcp: sent again"], lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.many_hosts", description=__doc__.partition("\n\n")[2])
     parser.add_argument("--json", type=Path, help="file of the figures")
     parser.add_argument("--write", type=Path, help="page whose section `many hosts` is written from them")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2, help="of 100 MB; fewer bytes are averaged five times as often")
     parser.add_argument("--contenders", default="tcp,gloo")
     parser.add_argument("--only", help="numbers of the scenes to measure, from 0")
     options = parser.parse_args()
     chosen = [SCENES[int(number)] for number in options.only.split(",")] if options.only else SCENES
     study: dict[str, Any] = {"conditions": conditions(), "scenes": []}
     for scene in chosen:
-        found = averages(scene, options.contenders.split(","), options.rounds)
-        study["scenes"].append({"scene": asdict(scene), "seconds": found})
-        print(scene.title, {name: f"{median(seconds):.2f}" for name, seconds in found.items()}, flush=True)
+        rounds = options.rounds * (1 if scene.size == BYTES else 5)
+        found = averages(scene, options.contenders.split(","), rounds)
+        study["scenes"].append(
+            {
+                "scene": asdict(scene),
+                **{field: {name: getattr(each, field) for name, each in found.items()} for field in Averages._fields},
+            }
+        )
+        print(scene.title, {name: f"{median(each.seconds[1:]):.3f}" for name, each in found.items()}, flush=True)
     publish(study, page(study), "many hosts", options.json, options.write)
 
 

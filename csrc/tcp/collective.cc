@@ -14,8 +14,6 @@ constexpr size_t kPieceBytes = 256 * 1024;
 // If all data of a rank times the number of other ranks is at most this many bytes, the rank sends all its
 // data to every other rank, instead of parts in two phases.
 constexpr size_t kDirectBytes = 64 * 1024;
-// Bytes of the smallest operation by which the speed of links is measured.
-constexpr size_t kMeasuredBytes = 4 << 20;
 constexpr size_t kUnknown = ~size_t{0};
 
 bool is_direct(const Operation& operation, size_t bytes, int world_size) {
@@ -55,8 +53,6 @@ void Collective::divide() {
   const bool by_rate = operation_.kind == Kind::kAllreduce && codec_ == Codec::kNone && !direct_;
   edges_ = (by_rate ? parts_ : Parts(world_size_)).edges(lines);
   for (size_t& edge : edges_) edge = std::min(edge * line, total_);
-  if (!by_rate || world_size_ < 3 || total_ * item_ < kMeasuredBytes) return;
-  for (int rank = 0; rank < world_size_; ++rank) held_up_.push_back(links_.held_up(rank));
 }
 
 // Returns the part of the values that a rank sums for all ranks.
@@ -65,19 +61,23 @@ Collective::Range Collective::part(int owner) const {
   return {edges_[owner], edges_[owner + 1]};
 }
 
-// Measures for which share of the operation this rank's link was the bottleneck: the link then delays the
-// bytes to every other rank.
+// Ends the measurement of this rank's link, and divides the following operations among all ranks' links.
 void Collective::measure() {
   parts_.told(greetings_.rates());
-  const double seconds = seconds_between(begun_, Clock::now());
-  if (held_up_.empty() || result_.waited > seconds / 10) return;
-  double bytes = 0, least = seconds;
-  for (int rank = 0; rank < world_size_; ++rank) {
-    const Peer& peer = peers_[rank];
-    bytes += static_cast<double>(peer.send_first + peer.send_second);
-    if (rank != rank_) least = std::min(least, std::max(0.0, links_.held_up(rank) - held_up_[rank]));
-  }
-  parts_.measured(bytes, seconds, least / seconds);
+  if (!speed_) return;
+  speed_->record(links_.traffic(), Clock::now());
+  parts_.measured(speed_->rate());
+  links_.share_windows(parts_.rates());
+}
+
+// Counts bytes that were sent or received.
+void Collective::note(size_t bytes) {
+  if (bytes == 0) return;
+  moved_at_ = Clock::now();
+  unrecorded_ += bytes;
+  if (!speed_ || unrecorded_ < speed_->span()) return;
+  unrecorded_ = 0;
+  speed_->record(links_.traffic(), moved_at_);
 }
 
 // Determines how many bytes are sent to and received from each rank, and allocates the memory for them.
@@ -106,6 +106,8 @@ void Collective::prepare() {
   }
   if (operation_.kind == Kind::kBroadcast && operation_.root == rank_) ready_ = mine;
   if (!reduces) return;
+  const uint64_t each_way = total_ * item_ - mine + mine * static_cast<size_t>(world_size_ - 1);
+  if (!direct_ && world_size_ > 2 && each_way >= LinkSpeed::kLeastSpan) speed_.emplace(each_way);
   pieces_ = (part(rank_).count() + piece_ - 1) / piece_;
   has_holes_ = std::ranges::any_of(operation_.outputs, [](const void* output) { return output == nullptr; });
   slots_ = memory_.slots.take(static_cast<size_t>(world_size_) * kAhead * piece_ * item_);
@@ -134,6 +136,7 @@ void Collective::copy_values() {
 Result Collective::run() {
   const std::lock_guard lock(links_.streams());
   begun_ = moved_at_ = Clock::now();
+  if (speed_) speed_->record(links_.traffic(), begun_);
   links_.check_aborted();
   while (true) {
     bool moved = false;

@@ -8,6 +8,7 @@
 
 #include "engine/compress.h"
 #include "tcp/greetings.h"
+#include "tcp/link_speed.h"
 #include "tcp/parts.h"
 
 namespace dadt {
@@ -83,6 +84,7 @@ class Collective {
   void prepare();
   void copy_values();
   void measure();
+  void note(size_t bytes);
 
   size_t sendable(int rank) const;
   bool write(int rank);
@@ -146,9 +148,8 @@ class Collective {
   std::vector<Links::Interest> interests_;
   Clock::time_point moved_at_{};  // time at which bytes were last sent or received
   Clock::time_point begun_{};
-  // For each rank, Stream::held_up at the beginning of the operation; empty if the operation does not measure
-  // the speed of this rank's link.
-  std::vector<double> held_up_;
+  std::optional<LinkSpeed> speed_;  // speed of this rank's link, if the operation measures it
+  uint64_t unrecorded_ = 0;         // bytes sent and received since `speed_` was last recorded
   Result result_;
 };
 

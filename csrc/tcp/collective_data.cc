@@ -98,7 +98,7 @@ bool Collective::write(int rank) {
   if (vectors_.empty()) return false;
   const size_t count = links_.send(rank, vectors_, title_);
   peer.is_full = count < gathered_ || (links_.sent(rank) == sendable(rank) && !links_.flush(rank, title_));
-  if (count > 0) moved_at_ = Clock::now();
+  note(count);
   return count > 0;
 }
 
@@ -165,7 +165,7 @@ bool Collective::read(int rank) {
   const size_t count = links_.receive(rank, vectors_, title_);
   (is_first ? peer.first : peer.second) += count;
   if (is_first && operation_.kind == Kind::kBroadcast) ready_ = peer.first;
-  if (count > 0) moved_at_ = Clock::now();
+  note(count);
   return count > 0;
 }
 

@@ -3,6 +3,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "tcp/tcp_info.h"
 
@@ -20,8 +21,7 @@ std::chrono::nanoseconds processor_time() {
   return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
 }
 
-LinkCounts counts_of(int socket) {
-  const TcpInfo info = tcp_info_of(socket);
+LinkCounts counts_of(const TcpInfo& info) {
   const uint64_t busy = info.busy_time - std::min(info.busy_time, info.rwnd_limited);
   return {info.bytes_acked,
           info.bytes_received,
@@ -48,14 +48,31 @@ void LinkMeter::read(const std::vector<std::vector<int>>& sockets) {
     links_[rank].resize(std::max(links_[rank].size(), sockets[rank].size()));
     for (size_t i = 0; i < sockets[rank].size(); ++i) {
       Connection& connection = links_[rank][i];
-      const LinkCounts now = counts_of(sockets[rank][i]);
+      const TcpInfo info = tcp_info_of(sockets[rank][i]);
+      const LinkCounts now = counts_of(info);
       if (now.sent < connection.now.sent || now.received < connection.now.received) {
         add(connection.before, connection.now);
+        connection.now = {};
+        connection.limited = 0;
       }
+      // A window is full because the other rank does not read, or because it is small and its bytes are under
+      // way, which takes a round trip for each window.
+      const double limited = static_cast<double>(info.rwnd_limited) / 1e6;
+      if (windows_[rank] > 0) {
+        const double trips =
+            static_cast<double>(now.sent - connection.now.sent) / static_cast<double>(windows_[rank]);
+        connection.carried += std::min(limited - connection.limited, trips * now.round_trip);
+      }
+      connection.limited = limited;
       connection.now = now;
     }
   }
   due_ = Clock::now() + std::max<Clock::duration>(kLeastPause, kShare * (processor_time() - begin));
+}
+
+void LinkMeter::limit(std::vector<size_t> windows) {
+  const std::lock_guard lock(mutex_);
+  windows_ = std::move(windows);
 }
 
 std::vector<LinkCounts> LinkMeter::counts() const {
@@ -70,7 +87,7 @@ std::vector<LinkCounts> LinkMeter::counts() const {
       add(link, each.now);
       // The connections with a rank are busy at the same time, so the longest time counts instead of the sum.
       // The round trip is that of the connection with the most bytes.
-      busy = std::max(busy, each.before.busy + each.now.busy);
+      busy = std::max(busy, each.before.busy + each.now.busy + each.carried);
       link.at = std::max(link.at, each.now.at);
       if (each.now.sent >= most) link.round_trip = each.now.round_trip;
       most = std::max(most, each.now.sent);

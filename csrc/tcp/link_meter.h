@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <vector>
@@ -23,7 +24,7 @@ struct LinkCounts {
 // Reads the kernel's counts for this rank's connections with the other ranks (TCP_INFO), at intervals.
 class LinkMeter {
  public:
-  explicit LinkMeter(int world_size) : links_(world_size) {}
+  explicit LinkMeter(int world_size) : links_(world_size), windows_(world_size) {}
 
   // Returns whether the next reading is due. Readings use at most a thousandth of a processor.
   bool is_due() const { return Clock::now() >= due_.load(std::memory_order_relaxed); }
@@ -32,6 +33,9 @@ class LinkMeter {
   // continues its counts.
   void read(const std::vector<std::vector<int>>& sockets);
 
+  // Sets for each rank to how many bytes in flight both ranks limit each other; 0 for no limit.
+  void limit(std::vector<size_t> windows);
+
   // Returns the counts of the last reading, by rank. May be called from any thread.
   std::vector<LinkCounts> counts() const;
 
@@ -39,14 +43,17 @@ class LinkMeter {
   struct Connection {
     LinkCounts before{};  // counts of connections that this one has replaced
     LinkCounts now{};
+    double limited = 0;  // seconds in which the other rank's window was full
+    double carried = 0;  // those of them in which the network carried a window's bytes
   };
 
   // Any thread may use the following field.
   std::atomic<Clock::time_point> due_{};
 
-  // This mutex guards the following field.
+  // This mutex guards the following fields.
   mutable std::mutex mutex_;
   std::vector<std::vector<Connection>> links_;
+  std::vector<size_t> windows_;
 };
 
 }  // namespace dadt

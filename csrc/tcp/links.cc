@@ -20,6 +20,16 @@ constexpr uint32_t kLongestNotice = 2048;
 // Longest time to wait for a rank's notice after its data connections have ended.
 constexpr auto kGrace = std::chrono::milliseconds(200);
 
+// Bytes that all ranks together may have in flight to or from one: twice what its link carries in a round
+// trip, so that a speed that was measured under the limit can grow; and what may wait in a queue, which is as
+// much as the link carries in kQueued seconds, but kLeastQueued at least.
+constexpr double kRoundTrips = 2;
+constexpr double kQueued = 0.01;
+constexpr double kLeastQueued = 224 * 1024;
+constexpr double kAssumedRate = 125e6;  // speed of a link in bytes per second before it is known
+// Bytes of the smallest and the largest limit of one connection.
+constexpr double kLeastWindow = 14 * 1024, kLargestWindow = 64 << 20;
+
 // The header of a notice, which precedes its text.
 struct NoticeHead {
   uint32_t code;  // kBye for a normal end, otherwise a Code
@@ -56,6 +66,7 @@ Links::Links(int rank, const std::vector<std::vector<int>>& sockets, double sile
     streams_.emplace_back(peer, data_[peer]);
     mail_.emplace_back(peer, mail_sockets_[peer]);
   }
+  share_windows(std::vector<uint64_t>(sockets_.size()));
 }
 
 Links::~Links() {
@@ -242,6 +253,32 @@ size_t Links::receive(int rank, const std::vector<iovec>& to, const std::string&
   const size_t count = streams_[rank].receive(to);
   if (count == 0 && is_gone(rank)) throw lost(rank, title);
   return count;
+}
+
+Traffic Links::traffic() const {
+  Traffic all;
+  for (const Stream& stream : streams_) {
+    const Traffic traffic = stream.traffic();
+    all.sent += traffic.sent;
+    all.received += traffic.received;
+  }
+  return all;
+}
+
+void Links::share_windows(const std::vector<uint64_t>& rates) {
+  const double others = world_size() - 1;
+  if (others < 2) return;  // the connection with a single other rank overflows its own queue alone
+  std::vector<size_t> windows(sockets_.size());
+  for (int rank = 0; rank < world_size(); ++rank) {
+    if (data_[rank].size() != 1) continue;  // several connections are for links with long round trips
+    const double rate = static_cast<double>(std::min(rates[rank_], rates[rank]));
+    const double trip = streams_[rank].shortest_round_trip();
+    const double travels = kRoundTrips * (rate > 0 ? rate : kAssumedRate) * trip;
+    const double window = (travels + std::max(kLeastQueued, kQueued * rate)) / others;
+    windows[rank] = static_cast<size_t>(std::clamp(window, kLeastWindow, kLargestWindow));
+    streams_[rank].limit_window(windows[rank]);
+  }
+  meter_.limit(std::move(windows));
 }
 
 bool Links::flush(int rank, const std::string& title) {

@@ -94,8 +94,11 @@ class Links {
   void settle(int rank, std::string tail) { streams_[rank].settle(std::move(tail)); }
   // Lets `wait` for data from a rank end only once this many bytes have arrived.
   void wake_at(int rank, size_t bytes) { streams_[rank].wake_at(bytes); }
-  // For these methods see Stream.
-  double held_up(int rank) const { return streams_[rank].held_up(); }
+  // Returns what the kernel has counted on all data connections.
+  Traffic traffic() const;
+  // Limits how many bytes each other rank may have in flight to this one, such that all together hardly
+  // overflow the queue before a link. rates: speed of each rank's link in bytes per second; 0 if unknown.
+  void share_windows(const std::vector<uint64_t>& rates);
   // Throws Error if this rank or a peer has called abort.
   void check_aborted();
   // The events of poll(2) to await on a rank's data sockets, and after `wait` the events that have occurred.

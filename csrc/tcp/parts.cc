@@ -9,7 +9,6 @@ namespace {
 // The amount of data of all values of an operation, in the unit in which parts are computed.
 constexpr uint64_t kUnit = uint64_t{1} << 20;
 constexpr uint64_t kRates = 1024;  // relative rate of the fastest link
-constexpr double kIdlest = 0.05;   // least share of the time in which a link counts as busy
 // Parts become unequal only if equal parts would take more than 4 / 3 times as long.
 constexpr uint64_t kGain = 4, kOf = 3;
 
@@ -23,9 +22,8 @@ std::vector<uint64_t> within(uint64_t time, const std::vector<uint64_t>& rates) 
 
 }  // namespace
 
-void Parts::measured(double bytes, double seconds, double busy) {
-  const double rate = bytes / seconds / std::clamp(busy, kIdlest, 1.0);
-  rate_ = rate_ > 0 ? (rate_ + rate) / 2 : rate;
+void Parts::measured(double rate) {
+  if (rate > 0) rate_ += rate_ > 0 ? (rate - rate_) / (rate > rate_ ? 2 : 8) : rate;
 }
 
 std::vector<size_t> Parts::edges(size_t lines) const {

@@ -16,11 +16,12 @@ class Parts {
 
   // Returns the measured speed of this rank's link in bytes per second, in each direction; 0 if unknown.
   uint64_t rate() const { return static_cast<uint64_t>(rate_); }
-  // Records that an operation transferred `bytes` bytes in `seconds` seconds. busy: share of the time in
-  // which the link was the bottleneck for this rank.
-  void measured(double bytes, double seconds, double busy);
+  // Records the speed that an operation has measured; 0 if it has measured none. A higher one than before
+  // counts more than a lower one, for which the rank may just have waited for others.
+  void measured(double rate);
   // Sets the rates that all ranks have reported, which are the same on every rank.
   void told(const std::vector<uint64_t>& rates) { rates_ = rates; }
+  const std::vector<uint64_t>& rates() const { return rates_; }
 
   // Divides `lines` cache lines of values among the ranks. Returns the first line of each rank's part, and
   // the end of the last part.

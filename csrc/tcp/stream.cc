@@ -53,12 +53,27 @@ Stream::Stream(int rank, const std::vector<int>& sockets) : rank_(rank) {
 }
 
 void Stream::prepare(Socket& socket) const {
+  clamp_window();
   if (sockets_.size() == 1) return;
   setsockopt(socket.descriptor, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kUnsent, sizeof kUnsent);
   // Makes the kernel reserve room for this many received bytes, which it keeps when SO_RCVLOWAT is lowered
   // later.
   setsockopt(socket.descriptor, SOL_SOCKET, SO_RCVLOWAT, &kMeanwhile, sizeof kMeanwhile);
   socket.low_water = kMeanwhile;
+}
+
+void Stream::limit_window(size_t bytes) {
+  if (bytes == window_) return;
+  window_ = bytes;
+  clamp_window();
+}
+
+// Bytes that were received but not read do not count for this limit. The kernel drops it where it enlarges
+// the socket's buffer, which it may do in each read.
+void Stream::clamp_window() const {
+  if (window_ == 0) return;
+  const int bytes = static_cast<int>(window_);
+  setsockopt(sockets_[0].descriptor, IPPROTO_TCP, TCP_WINDOW_CLAMP, &bytes, sizeof bytes);
 }
 
 // Sends as many bytes as the kernel accepts at once, and returns their number.
@@ -234,6 +249,7 @@ size_t Stream::take(const std::vector<iovec>& to) {
   if (sockets_.size() == 1) {
     parts_ = to;
     const size_t count = receive_some(sockets_[0], parts_);
+    if (count > 0) clamp_window();
     has_ended_ = has_ended_ || sockets_[0].is_closed;
     received_ += count;
     return count;
@@ -296,13 +312,18 @@ Stream::Socket* Stream::next() {
   return socket;
 }
 
-double Stream::held_up() const {
-  uint64_t microseconds = 0;
+Traffic Stream::traffic() const {
+  Traffic traffic;
   for (const Socket& socket : sockets_) {
     const TcpInfo info = tcp_info_of(socket.descriptor);
-    microseconds += info.busy_time - std::min(info.busy_time, info.rwnd_limited + info.sndbuf_limited);
+    traffic.sent += info.bytes_acked;
+    traffic.received += info.bytes_received;
   }
-  return 1e-6 * static_cast<double>(microseconds) / static_cast<double>(std::max<size_t>(1, sockets_.size()));
+  return traffic;
+}
+
+double Stream::shortest_round_trip() const {
+  return sockets_.empty() ? 0 : 1e-6 * tcp_info_of(sockets_[0].descriptor).min_rtt;
 }
 
 bool Stream::add_to(std::vector<pollfd>& polled, short events) {

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "tcp/link_speed.h"
+
 namespace dadt {
 
 // The two streams of bytes to and from one rank, over one or more connected sockets, which this object does
@@ -58,8 +60,13 @@ class Stream {
   // the other side has received.
   void attach(uint64_t position);
 
-  // Returns the seconds in which the network delayed the sent bytes, as the kernel measures it.
-  double held_up() const;
+  // Returns what the kernel has counted on the current sockets.
+  Traffic traffic() const;
+  // Returns the shortest round trip of recent minutes, in seconds, as the kernel measures it.
+  double shortest_round_trip() const;
+
+  // Limits how many bytes, at least 1, the other side may have in flight. There must be a single socket.
+  void limit_window(size_t bytes);
 
   // Lets a wait for received bytes end only once this many have arrived.
   void wake_at(size_t bytes) { wake_at_ = bytes; }
@@ -91,6 +98,7 @@ class Stream {
   };
 
   void prepare(Socket& socket) const;
+  void clamp_window() const;
   uint64_t acknowledged();
   bool resend();
   bool flush(Socket& socket);
@@ -114,6 +122,7 @@ class Stream {
   size_t early_at_ = 0;    // bytes of `early_` that were already passed on
   size_t turn_ = 0;        // index of the socket to try first
   size_t wake_at_ = 1;
+  size_t window_ = 0;  // most bytes in flight from the other side; 0 for as many as the kernel allows
   std::vector<iovec> parts_;
 };
 

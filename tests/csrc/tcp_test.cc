@@ -1,6 +1,7 @@
 // DADT's own executor over TCP, and what it makes of peers that die, are silent, or say what no rank says.
 #include "tcp/tcp.h"
 
+#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -148,15 +149,87 @@ TEST(TcpParts, AnyRatesDivideAll) {
   }
 }
 
-TEST(TcpParts, ALinkThatIsIdleHalfOfTheTimeCouldCarryTwice) {
+TEST(TcpParts, ASpeedIsAveragedWithEarlierOnes) {
   Parts parts(3);
   EXPECT_EQ(parts.rate(), 0U);
-  parts.measured(1000, 1, 1);
-  EXPECT_EQ(parts.rate(), 1000U);
-  parts.measured(1000, 1, 0.5);
+  for (double rate : {1000., 0., 2000.}) parts.measured(rate);
   EXPECT_EQ(parts.rate(), 1500U);
-  parts.measured(1000, 1, 0);
-  EXPECT_EQ(parts.rate(), 10'750U);
+  parts.measured(700);
+  EXPECT_EQ(parts.rate(), 1400U);
+}
+
+struct Record {
+  double seconds, sent, received;  // so many MiB
+};
+
+// What a LinkSpeed makes of these records, in MiB per second.
+double speed_of(double mib, const std::vector<Record>& records) {
+  constexpr double kMiB = 1 << 20;
+  LinkSpeed speed(static_cast<uint64_t>(mib * kMiB));
+  const auto begin = Clock::now();
+  for (const Record& each : records) {
+    speed.record({static_cast<uint64_t>(each.sent * kMiB), static_cast<uint64_t>(each.received * kMiB)},
+                 begin + std::chrono::microseconds(static_cast<int64_t>(1e6 * each.seconds)));
+  }
+  return speed.rate() / kMiB;
+}
+
+TEST(TcpLinkSpeed, IsThatOfTheFastestSpanInTheSlowerDirection) {
+  EXPECT_EQ(speed_of(16, {}), 0);
+  // Half of the bytes in a second, and the rest, for which it waits for another rank, in three.
+  EXPECT_NEAR(speed_of(16, {{0, 0, 0}, {1, 8, 8}, {4, 16, 16}}), 8, 0.01);
+  EXPECT_NEAR(speed_of(16, {{0, 0, 0}, {1, 8, 4}, {3, 16, 16}}), 6, 0.01);
+  // Few bytes that come at once, as from a queue, tell nothing.
+  EXPECT_NEAR(speed_of(16, {{0, 0, 0}, {1, 2, 2}, {1.01, 2.5, 2.5}, {2, 4, 4}}), 2, 0.01);
+  EXPECT_EQ(speed_of(0.6, {{0, 0, 0}, {0.01, 0.3, 0.3}}), 0);
+  // New connections count from 0.
+  EXPECT_NEAR(speed_of(16, {{0, 90, 90}, {1, 0, 0}, {2, 3, 3}}), 3, 0.01);
+}
+
+TEST(TcpLinks, RanksTogetherHaveFewBytesInFlightToOne) {
+  for (int world_size : {2, 3, 5}) {
+    const auto sockets = meshes(world_size, 1);
+    spawn(world_size, [&](int rank) {
+      Links links(rank, sockets[rank]);
+      CollectiveMemory memory;
+      Parts parts(world_size);
+      uint32_t number = 0;
+      // The bytes that all others may have in flight to this rank, after it has read many.
+      const auto in_flight = [&] {
+        Floats tensors = random_floats({1'000'000}, rank);
+        Operation operation = allreduce(DType::kFloat32, tensors, tensors);
+        operation.kind = Kind::kBroadcast;
+        for (operation.root = 0; operation.root < world_size; ++operation.root) {
+          Collective(links, memory, parts, operation, number++, 30).run();
+        }
+        int sum = 0;
+        for (const auto& own : sockets[rank]) {
+          int bytes = 0;
+          socklen_t length = sizeof bytes;
+          if (own.empty()) continue;
+          EXPECT_EQ(getsockopt(own[Links::kData], IPPROTO_TCP, TCP_WINDOW_CLAMP, &bytes, &length), 0);
+          sum += bytes;
+        }
+        return sum;
+      };
+      constexpr int kFew = 224 * 1024, kMany = 1'250'000;  // what 1 Gbit/s carries in 10 ms
+      EXPECT_EQ(in_flight() < kMany, world_size > 2);      // nothing is known yet
+      std::vector<uint64_t> rates(world_size, 125'000'000);
+      for (const bool has_slow : {false, true, false}) {
+        rates[0] = has_slow ? 5'000'000 : 125'000'000;
+        links.share_windows(rates);
+        const int found = in_flight();
+        if (world_size == 2) {
+          EXPECT_GT(found, kMany);
+        } else if (has_slow) {
+          const int slow = rank == 0 ? world_size - 1 : 1;
+          EXPECT_NEAR(found, (kFew * slow + kMany * (world_size - 1 - slow)) / (world_size - 1), kMany / 4);
+        } else {
+          EXPECT_NEAR(found, kMany, kMany / 4);
+        }
+      }
+    });
+  }
 }
 
 TEST(TcpParts, TheBitsAreTheSameWhateverTheParts) {

@@ -1,0 +1,47 @@
+"""Averages among simulated hosts with slow links."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT
+from harness.patience import PATIENCE
+
+from benchmarks.many_hosts import Averages
+
+RUN = """
+import json
+from benchmarks.many_hosts import Scene, averages
+print(json.dumps(averages(Scene({}), {}, {})))
+"""
+"""In a process of its own, which forks a rank for each host."""
+
+
+@pytest.fixture
+def averages(network_possible: None):
+    def measure(scene: str, contenders: list[str], rounds: int) -> list[Averages]:
+        command = [sys.executable, "-c", RUN.format(scene, contenders, rounds)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert done.returncode == 0, done.stderr
+        return [Averages(*json.loads(done.stdout)[name]) for name in contenders]
+
+    return measure
+
+
+def test_the_host_with_a_slow_link_moves_less(averages) -> None:
+    size = 5_000_000
+    (found,) = averages(f"4, 200, slow=40, size={size}", ["tcp"], 4)
+    # With equal parts each sends 1.5 times the bytes in each of five averages. In the first one nothing is known, and
+    # with the best parts the slow host sends all bytes once.
+    slow = found.sent[3] / size
+    assert 5.3 <= slow <= 6.7, found
+    assert all(sent / size > 7.5 for sent in found.sent[:3]), found
+
+
+def test_many_hosts_do_not_overflow_the_queue_before_a_link(averages) -> None:
+    tcp, gloo = averages("8, 100, size=2_000_000", ["tcp", "gloo"], 6)
+    # The shortest times, since other tests run. Where queues overflow, tcp takes 1.3 to 2 times as long as the ring.
+    assert min(tcp.seconds[2:]) < 1.2 * min(gloo.seconds), (tcp, gloo)
