@@ -211,7 +211,7 @@ _passed_on: dict[str, FrameKind] = {
     "result": FrameKind(_question, RESULT),
     "reconnect": FrameKind({**_question, "text": text(TEXT)}),
     "approach": FrameKind({**_question, "known": COUNT, "last": flag}),
-    "give": FrameKind({**_question, "number": COUNT, "last": flag, "text": text(TEXT)}, BLOB),
+    "give": FrameKind({**_question, "number": COUNT, "last": flag, "more": flag, "text": text(TEXT)}, BLOB),
     "peers": FrameKind({**_question, "starts_": flag}),
     "dump": FrameKind(_process),
     "wrote": _wrote,
@@ -244,6 +244,7 @@ ANSWERS = Speaker(
     {
         "claimed": FrameKind({"signal": either(SIGNAL, whole(0, 0)), "saves": COUNT}, 64),
         "exchanged": FrameKind({"sizes": listed(COUNT, MOST_RANKS)}, 4 << 30),
+        "given": FrameKind({"more": flag}, BLOB),
         "taken": FrameKind({}),
         "peers": FrameKind({"peers": listed(_member, MOST_RANKS)}),
         "reconnect": FrameKind({"anew": flag, "text": text(TEXT)}),

@@ -147,18 +147,23 @@ class WorkerLine:
         answer = self._ask("reconnect", timeout, text=text[: schema.TEXT], generation=generation)
         return answer["anew"], answer["text"]
 
-    def approach(self, known: int, last: bool, timeout: float) -> bytes:
+    def approach(self, known: int, last: bool, timeout: float) -> tuple[bytes, bool]:
         """Request the state of training, as a worker that replaces a lost one, and wait until a rank has sent it after
         its next step. known: number of bytes that this worker already has of the values that scripts of other ranks
-        have read from tensors. last: whether the other ranks shall wait for this worker. Raises StartTimeout, or
-        NotResumed if the worker cannot join."""
-        return parts(self._ask("approach", timeout, known=known, last=last))[0]
+        have read from tensors. last: whether the other ranks shall wait for this worker. Returns the state, and whether
+        there are more such values, for this worker or for another one of its island. Raises StartTimeout, or NotResumed
+        if the worker cannot join."""
+        answer = self._ask("approach", timeout, known=known, last=last)
+        return answer.body, answer["more"]
 
-    def give(self, number: int, blob: bytes, generation: int, *, last: bool, text: str = "") -> None:
+    def give(
+        self, number: int, blob: bytes, generation: int, *, last: bool, more: bool = False, text: str = ""
+    ) -> None:
         """Answer question `number` of a replacement worker about the state of training. blob: the answer. last: whether
-        this answers the worker's last question; all ranks answer that one, but only one of them sends a blob. text: why
-        the worker cannot join; empty if it can."""
-        self._ask("give", 0.0, blob, number=number, generation=generation, last=last, text=text[: schema.TEXT])
+        this answers the worker's last question; all ranks answer that one, but only one of them sends a blob. more:
+        whether more values are recorded than the blob holds. text: why the worker cannot join; empty if it can."""
+        facts = {"number": number, "generation": generation, "last": last, "more": more, "text": text[: schema.TEXT]}
+        self._ask("give", 0.0, blob, **facts)
 
     def dump(self) -> None:
         """Ask all ranks to write their Python stack traces."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from dadt.comm.peer_deaths import Generation
 from dadt.control.frame import Frame
 from dadt.train.approaches import Approach
 from dadt.train.attachments import Attachments
+from dadt.train.common_step import CommonStep
 from dadt.train.ranks import Ranks
 
 
@@ -20,6 +23,9 @@ class AgentReports:
         """Start to receive the agent's reports. Does nothing if already started."""
         ranks = self._ranks
         if ranks.control is not None and not ranks.alone and not ranks.deaths.listening:
+            if ranks.world.parts > 1:
+                newest = partial(ranks.deaths.await_newer, 0, 0.0)
+                ranks.requests.agree_by(CommonStep(ranks.control.exchange, newest))
             ranks.deaths.listening = ranks.control.listen(self._hear)
 
     def _hear(self, frame: Frame) -> None:
@@ -27,7 +33,8 @@ class AgentReports:
         if frame.kind == "preempted":
             ranks.deaths.preempted = True
         elif frame.kind == "approach":
-            requests.approaches.hear(Approach(frame["number"], frame["rank"], tuple(frame["known"]), frame["last"]))
+            approach = Approach(frame["number"], frame["rank"], tuple(frame["known"]), frame["last"])
+            requests.hear_approach(approach, ranks.config.timeout)
         elif frame.kind == "interrupt":
             if not ranks.closing:  # a rank whose script is over ignores Ctrl-C, as all ranks are about to end
                 together = ranks.together and len(self._attachments) > 0

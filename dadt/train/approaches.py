@@ -23,6 +23,21 @@ class Approach(NamedTuple):
     which then join them."""
 
 
+class Request:
+    """A request of new workers that this rank has received and not handled yet."""
+
+    def __init__(self, approach: Approach) -> None:
+        self.approach = approach
+        self._due: int | None = None
+
+    def agree_on(self, step: int) -> None:
+        """Note the number of the step after which all ranks handle the request. Any thread may call this."""
+        self._due = step
+
+    def is_due(self, step: int) -> bool:
+        return self._due is not None and step >= self._due
+
+
 class Approaches:
     """The requests of new workers that one rank has received. `hear` and `forget` run on the thread that listens to the
     agent, all other methods on the training thread."""
@@ -30,7 +45,7 @@ class Approaches:
     def __init__(self) -> None:
         self.heard = 0
         """Number of the newest request that this rank has received, 0 if none."""
-        self._open: dict[int, Approach] = {}
+        self._open: dict[int, Request] = {}
         self._agreed = 0
 
     def forget(self) -> None:
@@ -39,9 +54,11 @@ class Approaches:
         self._open.clear()
         self.heard = 0
 
-    def hear(self, approach: Approach) -> None:
-        self._open[approach.number] = approach
+    def hear(self, approach: Approach) -> Request:
+        """Store a request that the agent has sent, again if it was forgotten."""
+        request = self._open[approach.number] = Request(approach)
         self.heard = max(self.heard, approach.number)
+        return request
 
     def agree(self, heard: Iterable[int]) -> None:
         """Note which requests all ranks have received. heard: number of the newest request of each rank, which came to
@@ -53,8 +70,8 @@ class Approaches:
         just joined."""
         self._agreed = 0
 
-    def due(self) -> list[Approach]:
+    def due(self, step: int) -> list[Approach]:
         """Return the requests of new workers that all ranks must handle after the current step, each request once.
-        Called after a complete step, with equal results on all ranks."""
-        numbers = sorted(number for number in list(self._open) if number <= self._agreed)
-        return [approach for number in numbers if (approach := self._open.pop(number, None)) is not None]
+        Called after a complete step, with equal results on all ranks. step: number of steps that are complete."""
+        due = sorted(n for n, each in list(self._open.items()) if n <= self._agreed or each.is_due(step))
+        return [request.approach for number in due if (request := self._open.pop(number, None)) is not None]

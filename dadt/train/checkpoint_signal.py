@@ -1,20 +1,15 @@
 """Delivers the Unix signal that makes the script save a checkpoint. If ranks take their steps together, all ranks
-receive it after the same step.
-
-The exchange of a step tells its ranks which of them have received the order. In islands it connects only ranks that
-hold the same part of the model. There each rank tells all others over the launcher, while it trains on, how many steps
-it had completed when the order came, and ends no further step before it has their answers. So no rank has completed the
-step after the largest of these numbers, and all raise the signal behind this one.
-"""
+receive it after the same step."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 
-from dadt.errors import DadtError
+from dadt.train.common_step import CommonStep
 
 
 class CheckpointSignal:
@@ -34,16 +29,10 @@ class CheckpointSignal:
         """Largest number of orders to save that any rank has received, as all ranks know from the same exchange."""
         self._raised = 0
         self._lock = threading.Lock()
-        self.meet: Callable[[str, bytes, float], list[bytes]] | None = None
-        """In islands, exchanges bytes with all ranks of the job over the launcher: takes a key, this rank's bytes, and
-        the seconds to wait for the others. Raises DadtError."""
-        self._step = 0
-        """Number of steps that this rank has completed."""
+        self.common_step: CommonStep | None = None
+        """Finds the step after which all ranks raise the signal, where their exchanges do not connect all of them."""
         self._due = 0
-        """In islands, number of the step after which all ranks raise the signal."""
-        self._asking = 0
-        """Number of exchanges of steps with the others that are under way."""
-        self._asked = threading.Condition()
+        """Number of this step."""
 
     def begin(self, number: int, told: int) -> None:
         """Set the signal's number when this rank's training begins; does nothing if called again. told: number of
@@ -59,29 +48,17 @@ class CheckpointSignal:
         if not patience:
             self._late(self._raised + 1)
             return
-        with self._asked:
-            self.heard += 1
-            if self.meet is not None:
-                self._asking += 1
-                order = self.heard, self._step, patience
-                threading.Thread(target=self._ask, args=order, name="dadt-signal", daemon=True).start()
+        self.heard += 1
+        if self.common_step is not None:
+            key = f"signal {self.number}, {self.heard}"
+            self.common_step.find(key, patience, partial(self._agree_on, self.heard))
         timer = threading.Timer(patience, self._late, [self.heard])
         timer.daemon = True
         timer.start()
 
-    def _ask(self, count: int, step: int, patience: float) -> None:
-        """Find the step after which all ranks raise the signal number `count`. step: number of steps that this rank
-        had completed when the order came."""
-        assert self.meet is not None
-        try:
-            steps = [int(each) for each in self.meet(f"signal {self.number}, {count}", str(step).encode(), patience)]
-        except DadtError:  # a rank is lost, or says nothing; the signal comes when `patience` is over
-            steps = []
-        with self._asked:
-            self._asking -= 1
-            if steps:
-                self._agreed, self._due = max(self._agreed, count), max(steps) + 1
-            self._asked.notify_all()
+    def _agree_on(self, count: int, step: int) -> None:
+        """Note that all ranks raise the signal number `count` after this step."""
+        self._agreed, self._due = max(self._agreed, count), step
 
     def agree(self, heard: Iterable[int]) -> None:
         """Note the largest number of orders to save that any rank has received. heard: each rank's number of orders,
@@ -91,9 +68,6 @@ class CheckpointSignal:
     def stepped(self, step: int) -> None:
         """Deliver the signal if an order to save is pending on any rank. Called when a step is complete. step: number
         of steps that are complete."""
-        with self._asked:
-            self._step = step
-            self._asked.wait_for(lambda: not self._asking)  # no longer than `meet` waits
         if self._agreed > self._raised and step >= self._due:
             self._raise(self._agreed)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from dadt.train.approaches import Approaches
+from dadt.train.approaches import Approach, Approaches
 from dadt.train.checkpoint_signal import CheckpointSignal
+from dadt.train.common_step import CommonStep
 from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.interruption import Interruption
 
@@ -19,10 +20,18 @@ class Requests:
         self.checkpoint_signal = CheckpointSignal()
         self.interruption = Interruption()
         self.approaches = Approaches()
+        self._common_step: CommonStep | None = None
 
-    def meet_by(self, meet: Callable[[str, bytes, float], list[bytes]]) -> None:
-        """Agree on the step of a signal by `meet`, over the launcher, as ranks of islands do (see CheckpointSignal)."""
-        self.checkpoint_signal.meet = self.interruption.meet = meet
+    def agree_by(self, common_step: CommonStep) -> None:
+        """Find by this the steps after which all ranks act, since their exchanges do not connect all of them."""
+        self._common_step = common_step
+        self.checkpoint_signal.common_step = self.interruption.common_step = common_step
+
+    def hear_approach(self, approach: Approach, seconds: float) -> None:
+        """Handle a request of new workers. seconds: how long to wait for ranks that have not heard it."""
+        request = self.approaches.hear(approach)
+        if self._common_step is not None:
+            self._common_step.find(f"new worker {approach.number}", seconds, request.agree_on)
 
     @property
     def heard(self) -> dict[str, Any]:
@@ -38,6 +47,12 @@ class Requests:
         self.checkpoint_signal.agree([lane.saves for lane in lanes])
         self.interruption.agree([lane.interrupted for lane in lanes])
         self.approaches.agree([lane.approach for lane in lanes])
+
+    def complete(self, step: int) -> None:
+        """Called when a step is complete, before anything is done behind it: wait until it is known what is due. step:
+        number of steps that are complete."""
+        if self._common_step is not None:
+            self._common_step.stepped(step)
 
     def stepped(self, step: int) -> None:
         """Deliver the signals that are due on all ranks. Called after a complete optimizer step. step: number of steps

@@ -160,9 +160,6 @@ class Runtime:
             )
         if ranks.control is not None:
             ranks.requests.checkpoint_signal.begin(*ranks.control.claim())
-            if ranks.world.parts > 1:
-                line = ranks.control
-                ranks.requests.meet_by(lambda key, data, seconds: line.exchange(key, data, seconds, ranks.generation))
             self.reports.listen()
         timeline = ranks.timeline
         if config.timeline and timeline is None:  # `dadt.init` may have started a timeline already
@@ -264,6 +261,7 @@ class Runtime:
         progress.stepped(perf_counter(), left_alone=left_alone)
         if ranks.control is not None:
             ranks.control.progress(progress.step, **(progress.numbers() if ranks.control.due else {}))
+        ranks.requests.complete(progress.step)
         for callback in self.events.on_stepped:
             callback()
         ranks.requests.stepped(progress.step)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness.host_run import HostRun
 from harness.patience import await_that
+from harness.run import Result
 from harness.sharded import SHARDED
 
 TRAIN = """
@@ -77,6 +78,12 @@ def test_a_spare_host_takes_the_place_of_one_without_power(hosts, start, tmp_pat
     assert joined(result) == {2, 3}
     assert ended(result) == {0, 1}
     assert (torch.load(tmp_path / "saved.pt"), (tmp_path / "log").read_text()) == ("0", "0"), "all see one folder"
+
+
+def assert_same_end(result: Result, ranks: set[bytes]) -> None:
+    """Assert that these ranks, and no others, have told the same last step and the same weights."""
+    told = re.findall(rb"\[(\d)[^]]*\] ends at (\d+ [-\d.e]+)", result.out)
+    assert {rank for rank, _ in told} == ranks and len({end for _, end in told}) == 1, result.out
 
 
 @pytest.mark.slow
@@ -166,8 +173,7 @@ def test_a_host_that_is_back_comes_to_where_the_others_are(hosts, start, tmp_pat
     result = run.finish()
     assert result.code == 0, result.err
     assert "h0 joins: new workers start there in place of rank 0" in result.err
-    told = re.findall(rb"\[(\d)[^]]*\] ends at (\d+ [-\d.e]+)", result.out)
-    assert {rank for rank, _ in told} == {b"0", b"1"} and len({end for _, end in told}) == 1, result.out
+    assert_same_end(result, {b"0", b"1"})
 
 
 @pytest.mark.slow
@@ -186,8 +192,7 @@ def test_no_worker_starts_on_a_host_that_is_cut_off(hosts, start, tmp_path) -> N
     read_until(run, "a new worker starts in place of rank 1")
     result = run.finish()
     assert result.code == 0, result.err
-    told = re.findall(rb"\[(\d)[^]]*\] ends at (\d+ [-\d.e]+)", result.out)
-    assert {rank for rank, _ in told} == {b"0", b"1"} and len({end for _, end in told}) == 1, result.out
+    assert_same_end(result, {b"0", b"1"})
 
 
 SHARDING = f"""{SHARDED}
@@ -222,6 +227,4 @@ def test_a_spare_host_takes_the_place_of_one_that_was_an_island(hosts, start, tm
     result = run.finish()
     assert result.code == 0, result.err
     assert "h2 joins: new workers start there in place of ranks 2 and 3" in result.err
-    told = re.findall(rb"\[(\d)[^]]*\] ends at (\d+ [-\d.e]+)", result.out)
-    assert {rank for rank, _ in told} == {b"0", b"1", b"2", b"3"}, result.out
-    assert len({end for _, end in told}) == 1, result.out
+    assert_same_end(result, {b"0", b"1", b"2", b"3"})

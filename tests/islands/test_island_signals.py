@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import queue
 import signal
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
-from harness.patience import await_that
+from harness.patience import PATIENCE, await_that
 
-from dadt.errors import PeerLost
+from dadt.errors import DadtError, PeerLost
+from dadt.train.approaches import Approach, Approaches
 from dadt.train.checkpoint_signal import CheckpointSignal
+from dadt.train.common_step import CommonStep
+from dadt.train.requests import Requests
 
 SAVES = 3
 TRAIN = """
@@ -66,46 +74,104 @@ def test_all_ranks_of_an_island_save_after_the_same_step(start, algorithm: str) 
     assert saves == saves[:1] * 4
 
 
-def test_no_step_ends_before_the_step_of_the_signal_is_known() -> None:
-    told: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+@contextmanager
+def told() -> Iterator[list[int]]:
+    """The signals that come meanwhile."""
+    found: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: found.append(number))
     try:
-        asked: list[tuple[str, bytes]] = []
-
-        def meet(key: str, data: bytes, patience: float) -> list[bytes]:
-            asked.append((key, data))
-            return [data, b"8"]  # the other rank has heard of it a step later
-
-        checkpoint = CheckpointSignal()
-        checkpoint.meet = meet
-        checkpoint.begin(signal.SIGUSR1, 0)
-        checkpoint.stepped(7)
-        checkpoint.hear(60.0)
-        checkpoint.stepped(8)
-        assert asked == [(f"signal {int(signal.SIGUSR1)}, 1", b"7")]
-        assert told == []
-        checkpoint.stepped(9)
-        assert told == [signal.SIGUSR1]
-        checkpoint.stepped(10)
-        assert told == [signal.SIGUSR1]
+        yield found
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+class Others:
+    """The other ranks of a job in islands, at the launcher."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, bytes, float, int]] = []
+        self.answers = defaultdict[int, queue.Queue[list[bytes] | DadtError]](queue.Queue)
+        """What they answer, by generation."""
+        self.generation = 1
+
+    def exchange(self, key: str, blob: bytes, timeout: float, generation: int = 0) -> list[bytes]:
+        self.asked.append((key, blob, timeout, generation))
+        answer = self.answers[generation].get(timeout=PATIENCE)
+        if isinstance(answer, DadtError):
+            raise answer
+        return answer
+
+    def common_step(self) -> CommonStep:
+        return CommonStep(self.exchange, lambda: self.generation)
+
+
+def test_the_signal_comes_after_the_step_that_nobody_has_completed() -> None:
+    others = Others()
+    with told() as signals:
+        checkpoint = CheckpointSignal()
+        checkpoint.common_step = common_step = others.common_step()
+        checkpoint.begin(signal.SIGUSR1, 0)
+        common_step.stepped(7)
+        others.answers[1].put([b"7", b"8"])  # the other rank has heard of it a step later
+        checkpoint.hear(60.0)
+        for step in (8, 9, 10):
+            common_step.stepped(step)
+            checkpoint.stepped(step)
+            assert signals == [signal.SIGUSR1] * (step >= 9)
+        assert others.asked == [(f"step of signal {int(signal.SIGUSR1)}, 1", b"7", 60.0, 1)]
+
+
+def test_no_step_ends_while_a_step_is_found() -> None:
+    others = Others()
+    common_step, found = others.common_step(), list[tuple[int, int]]()
+    ended = threading.Event()
+    for number in range(3):
+        common_step.find(f"{number}", 60.0, lambda step, number=number: found.append((number, step)))
+    thread = threading.Thread(target=lambda: (common_step.stepped(1), ended.set()))
+    thread.start()
+    for answer in ([b"0", b"1"], PeerLost("ranks have ended"), [b"0", b"0"]):
+        assert not ended.wait(0.1)
+        others.answers[1].put(answer)
+    thread.join(PATIENCE)
+    assert ended.is_set() and sorted(step for _, step in found) == [1, 2] and len(others.asked) == 3
+
+
+def test_new_workers_are_heeded_after_the_common_step() -> None:
+    approaches, approach = Approaches(), Approach(3, 2, (0, 0), False)
+    request = approaches.hear(approach)
+    assert approaches.due(5) == []
+    request.agree_on(6)
+    assert approaches.due(5) == []
+    assert approaches.due(6) == [approach]
+    assert approaches.due(7) == []
+
+
+def test_what_ranks_of_the_generation_before_have_found_is_not_heeded() -> None:
+    others, requests = Others(), Requests()
+    requests.agree_by(others.common_step())
+    requests.hear_approach(Approach(3, 2, (0, 0), False), 60.0)
+    await_that(lambda: others.asked, "the question")
+    others.generation = 2
+    requests.approaches.forget()
+    requests.hear_approach(again := Approach(3, 2, (0, 0), True), 60.0)  # the agent sends it again
+    await_that(lambda: len(others.asked) == 2, "the second question")
+    assert [generation for *_, generation in others.asked] == [1, 2]
+    others.answers[1].put([b"4", b"4"])
+    others.answers[2].put([b"5", b"6"])
+    requests.complete(6)
+    assert requests.approaches.due(6) == []
+    assert requests.approaches.due(7) == [again]
 
 
 def test_the_signal_comes_late_where_the_others_say_nothing() -> None:
-    told: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
-    try:
-
-        def meet(key: str, data: bytes, patience: float) -> list[bytes]:
-            raise PeerLost("ranks have ended")
-
+    others = Others()
+    others.answers[1].put(PeerLost("ranks have ended"))
+    with told() as signals:
         checkpoint = CheckpointSignal()
-        checkpoint.meet = meet
+        checkpoint.common_step = others.common_step()
         checkpoint.begin(signal.SIGUSR1, 0)
         checkpoint.hear(0.2)
+        checkpoint.common_step.stepped(1)
         checkpoint.stepped(1)
-        await_that(lambda: told, "the signal")
-        assert told == [signal.SIGUSR1]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+        await_that(lambda: signals, "the signal")
+        assert signals == [signal.SIGUSR1]

@@ -89,7 +89,7 @@ class Connection:
         self._messages: dict[int, Any] = {}
         """What was sent to a rank that has not asked for it yet."""
         self._receives: dict[int, Then] = {}
-        self._broken = False
+        self.is_broken = False
         """Whether a rank has left in the midst of it, so that no operation can end that needs it."""
         network.changed.append(self.settle)
 
@@ -161,7 +161,9 @@ class Connection:
         return end
 
     def _goes_through(self) -> bool:
-        if self._broken or not all(worker.process.runs or worker.rank in self._left for worker in self.ranks.values()):
+        if self.is_broken or not all(
+            worker.process.runs or worker.rank in self._left for worker in self.ranks.values()
+        ):
             return False
         hosts = {worker.host for worker in self.ranks.values()}
         return self._network.whole or all(self._network.reaches(a, b) for a in hosts for b in hosts if a != b)
@@ -177,7 +179,7 @@ class Connection:
         if rank in self._left or rank not in self.ranks:
             return
         self._left.add(rank)
-        self._broken = self._broken or not gentle
+        self.is_broken = self.is_broken or not gentle
         self._errors.setdefault(rank, CommError(CLOSED))
         if not silent:
             self._world.after(LATENCY / 2, lambda: self._notice_all(self.ranks[rank].host, gentle=gentle))

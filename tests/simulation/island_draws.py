@@ -8,6 +8,8 @@ from random import Random
 from simulation.scenario import Scenario, draw
 
 PER_HOST = (1, 2, 3, 4)
+NO_SNAPSHOT = "1000steps"
+"""So many that none is taken: their files are drawn without islands. New workers take the place of a lost island."""
 
 
 def draw_islands(seed: int) -> Scenario:
@@ -26,7 +28,7 @@ def draw_islands(seed: int) -> Scenario:
         np=ranks,
         min_np=random.choice([0, 1, max(1, count - 1), random.randint(1, count)]) if survives else 0,
         algorithm=random.choice(["pipe", "sync"]) if before.algorithm == "gossip" else before.algorithm,
-        snapshot_every="never",
+        snapshot_every=random.choice(["never", NO_SNAPSHOT]),
         compression="none",
         redistribute=False,
     )

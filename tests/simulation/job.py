@@ -182,9 +182,9 @@ class SimulatedJob:
         return disks.setdefault(0 if self.scenario.shares_disk else machine, Disk(self.run.snapshots.seen))
 
     def island_of(self, rank: int) -> Connection:
-        """What connects the ranks of the island of a rank."""
+        """What connects the ranks of the island of a rank, for its new workers anew."""
         number, size = rank // self.island_size, self.island_size
-        if number not in self._islands:
+        if number not in self._islands or self._islands[number].is_broken:
             self._islands[number] = Connection(self.world, self.network, 0, size, lambda *_: None)
         return self._islands[number]
 

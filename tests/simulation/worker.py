@@ -59,9 +59,9 @@ class Worker:
         self.preempted = self.apart = self.interrupted = False
         self.saves_heard = self.saves_raised = self.interrupts_heard = 0
         self._saves_done = self.saves_agreed = self._saves_due = self.interrupts_due = 0
-        self._asking = 0
-        """How many exchanges with all ranks are under way, in which those of islands agree on the step of a signal."""
-        self._asked: list[Wait] = []
+        self._searches = 0
+        """How many steps are being found that all ranks of islands have yet to complete."""
+        self._searched: list[Wait] = []
         self._reported, self.stepped_at = float("-inf"), float("-inf")
         """When this rank last told the launcher of its step, and when it last took one."""
         self.current: Thread | None = None
@@ -120,34 +120,36 @@ class Worker:
                 together = self.peers.together and self.trains
                 patience = frame["patience"] if together else 0.0
                 if self.island.is_apart and patience:
-                    self._ask_for_step("signal 2, 1", patience, self._interrupts_at)
+                    self._find_step("signal 2, 1", patience, self._interrupts_at)
                 self.process.after(patience, lambda: self._interrupt_late(patience))
         elif frame.kind == "save":
             patience = frame["patience"] if self.peers.together else 0.0
             self.saves_heard += 1
             count = self.saves_heard
             if self.island.is_apart and patience:
-                self._ask_for_step(f"signal 10, {count}", patience, lambda step: self._saves_at(step, count))
+                self._find_step(f"signal 10, {count}", patience, lambda step: self._saves_at(step, count))
             self.process.after(patience, lambda: self._save_late(count))
         elif frame.kind == "approach":
-            self.approaches.hear(Approach(frame["number"], frame["rank"], frame["known"], frame["last"]))
+            request = self.approaches.hear(Approach(frame["number"], frame["rank"], frame["known"], frame["last"]))
+            if self.island.is_apart:
+                self._find_step(f"new worker {frame['number']}", self.config.timeout, request.agree_on)
         elif frame.kind in ("regroup", "death"):
             self.peers.hear(frame)
 
-    def _ask_for_step(self, key: str, patience: float, agree: Callable[[int], None]) -> None:
-        """What CheckpointSignal._ask does, in a thread of its own."""
-        told = str(max(0, self.step)).encode()
-        self._asking += 1
+    def _find_step(self, key: str, seconds: float, found: Callable[[int], None]) -> None:
+        """What CommonStep.find does, in a thread of its own."""
+        told, generation = str(max(0, self.step)).encode(), self.peers.deaths.await_newer(0, 0.0)
+        self._searches += 1
 
         def ask() -> Steps:
             try:
-                answer = yield from self.ask("exchange", patience, told, key=key, generation=self.peers.generation)
-                agree(max(map(int, parts(answer))) + 1)
+                answer = yield from self.ask("exchange", seconds, told, key=f"step of {key}", generation=generation)
+                found(max(map(int, parts(answer))) + 1)
             except DadtError as error:
                 self.world.note(self.process.name, f"finds no step for {key}: {error}")
-            self._asking -= 1
-            asked, self._asked = self._asked, []
-            for wait in asked:
+            self._searches -= 1
+            searched, self._searched = self._searched, []
+            for wait in searched:
                 wait.give()
 
         Thread(self, ask(), lambda error: None).go_on()
@@ -159,9 +161,9 @@ class Worker:
         self.saves_agreed, self._saves_due = max(self.saves_agreed, count), step
 
     def know_step(self) -> Steps:
-        """Wait while ranks agree on the step of a signal (CheckpointSignal.stepped)."""
-        while self._asking:
-            yield self.sleep(ANSWER_SECONDS, self._asked)
+        """Wait while a common step is found (CommonStep.stepped)."""
+        while self._searches:
+            yield self.sleep(ANSWER_SECONDS, self._searched)
 
     def _interrupt_late(self, patience: float) -> None:
         if not self.interrupted:

@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from dadt.control.worker_line import parts
 from dadt.errors import PeerLost
 from dadt.inject.replay.handover import TRIES
 from dadt.inject.replay.newcomer import NEAR_SECONDS, ROUNDS
@@ -44,7 +43,7 @@ class WorkerHandover:
         """A step is complete: serve the new workers that ask to join."""
         again = [*self._again, *(approach for approach, _ in self._ready)]
         self._again, self._ready = [], []
-        for approach in [*again, *self._worker.approaches.due()]:
+        for approach in [*again, *self._worker.approaches.due(self._worker.step)]:
             yield from self._heed(approach)
 
     def saw(self) -> Steps:
@@ -78,18 +77,19 @@ class WorkerHandover:
         return {"step": worker.step, "giver": worker.rank, "plan": worker.snapshots.plan}
 
     def _give(self, approach: Approach, told: dict[str, Any], why: str = "") -> Steps:
-        facts = {"number": approach.number, "generation": self._peers.generation, "last": approach.last, "text": why}
-        yield from self._worker.ask("give", 0.0, json.dumps(told).encode() if told else b"", **facts)
+        facts = {"number": approach.number, "last": approach.last, "more": False, "text": why}
+        body = json.dumps(told).encode() if told else b""
+        yield from self._worker.ask("give", 0.0, body, generation=self._peers.generation, **facts)
 
     def _hand_over(self, approach: Approach) -> Steps:
         worker, gives = self._worker, self._gives
         worker.agent.job.comes_to("handing over", worker.rank)
         yield from self._give(approach, self._told() if gives else {})
-        state = worker.step, tuple(worker.training.weights)
-        lost = PeerLost(f"rank {approach.rank} does not come")
+        state, equal = (worker.step, tuple(worker.training.weights)), approach.rank + self._peers.place
+        lost = PeerLost(f"rank {equal} does not come")
         yield from self._peers.connect_anew(lost, worker.config.timeout)
-        if gives and approach.rank in self._peers.members and self._peers.connection is not None:
-            self._peers.connection.send(approach.rank, state)
+        if gives and equal in self._peers.members and self._peers.connection is not None:
+            self._peers.connection.send(equal, state)
         yield from worker.training.join()
 
 
@@ -110,7 +110,7 @@ class Newcomer:
             worker.agent.job.comes_to("a new worker asks", worker.rank)
             seconds = max(worker.config.timeout, worker.config.start_timeout)
             answer = yield from worker.ask("approach", seconds, known=0, last=last)
-            told = json.loads(parts(answer)[0])
+            told = json.loads(answer.body)
             self._giver, self._plan = told["giver"], told["plan"]
             rounds, asked = rounds + 1, worker.world.now
             if not last:

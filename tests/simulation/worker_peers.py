@@ -32,7 +32,9 @@ class WorkerPeers:
         self._joins = self.is_new = joins
         self.deaths = Deaths()
         self._parts = worker.agent.job.island_size or 1
-        self._equals = range(worker.rank % self._parts, worker.agent.job.size, self._parts)
+        self.place = worker.rank % self._parts
+        """Its place in its island."""
+        self._equals = range(self.place, worker.agent.job.size, self._parts)
         self.members: Sequence[int] = self._equals
         """The ranks that exchange data with this one: with islands those at the same place in theirs."""
         self.generation = 0

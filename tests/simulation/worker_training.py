@@ -122,10 +122,11 @@ class Training:
         step, self._averaging = max(0, worker.step), number
         while self.averages[number] == before:
             try:
-                heard = (0, 0) if worker.island.is_apart else (worker.saves_heard, worker.interrupts_heard)
+                heard = worker.saves_heard, worker.interrupts_heard, worker.approaches.heard
+                saves, interrupts, approach = (0, 0, 0) if worker.island.is_apart else heard
                 told = StepTold(
-                    worker.rank, self.weights[number], *heard, share,
-                    self._readers, self._pass_begun, worker.approaches.heard,
+                    worker.rank, self.weights[number], saves, interrupts, share,
+                    self._readers, self._pass_begun, approach,
                 )  # fmt: skip
                 every: Sequence[StepTold] = yield from self._peers.call(f"step {step} of {number}", told)
                 self.weights[number] = mixed(self.weights[number], step, [each.rank for each in every])

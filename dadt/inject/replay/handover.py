@@ -22,7 +22,6 @@ import torch
 from dadt.comm import plain
 from dadt.control.worker_line import WorkerLine
 from dadt.errors import CommError, DadtError, PeerLost
-from dadt.inject.replay.everyone import gather_from_all
 from dadt.inject.replay.recorder import Recorder, goes_on
 from dadt.inject.replay.taken import Taken
 from dadt.inject.replay.values import ReadValues
@@ -34,8 +33,6 @@ PIECE = 16 << 20
 """Maximum number of bytes of recorded values in one message to a new worker."""
 TRIES = 5
 """Maximum number of consecutive steps at which a new worker may fail to join before it is refused."""
-LOOK_STEPS = 16
-"""In islands, number of steps after which all ranks of the job agree on the requests that each has heard."""
 TAG = 91
 """Tag of the point-to-point messages with which a new worker receives the state."""
 Description = list[int | str]
@@ -74,18 +71,16 @@ class Handover:
         self._tries: Counter[int] = Counter()
         self._place = runtime.ranks.world.rank % runtime.ranks.world.parts
         """Place of this rank in its island, which is that of the new worker that it serves."""
-        self._recorded: list[int] = []
-        """For each place in an island, the number of bytes of recorded values at the step of the last agreement."""
 
     def stepped(self) -> None:
         """Called when a step is complete on all ranks: answer the requests of new workers that want to join."""
         again = [*self._again, *(each.approach for each in self._ready)]
         self._again, self._ready = [], []
-        if self._looks:
-            self._agree()
-        for approach in [*again, *self._ranks.requests.approaches.due()]:
-            with self._values.aside():
-                self._heed(approach)
+        generation = self._ranks.generation
+        for approach in [*again, *self._ranks.requests.approaches.due(self._ranks.step)]:
+            if self._ranks.generation == generation:  # else agents report the new workers again
+                with self._values.aside():
+                    self._heed(approach)
 
     def saw(self, given: Any) -> None:
         """Called when a training forward begins, with its arguments: send the prepared state to the new worker, unless
@@ -101,24 +96,6 @@ class Handover:
         """Called when all ranks have connected again, some of which may have no prepared states. Forget the prepared
         states, since agents report the waiting new workers again."""
         self._again, self._ready = [], []
-
-    @property
-    def _looks(self) -> bool:
-        """Whether all ranks agree after this step; those that have just joined come too late for that."""
-        ranks = self._ranks
-        comes = self._runtime.replay.under_way or ranks.step == self._runtime.replay.goal_step
-        return ranks.world.parts > 1 and ranks.survives and ranks.step % LOOK_STEPS == 0 and not comes
-
-    def _agree(self) -> None:
-        """Agree with all ranks of the job, after the same step, on which requests all have heard. In other jobs the
-        exchange of each step does that, but here it connects only ranks that hold the same part."""
-        ranks, approaches = self._ranks, self._ranks.requests.approaches
-        told = plain.encode([approaches.heard, len(self._values.recorded)], "which new workers are heard")
-        lanes = gather_from_all(ranks, "new workers", told).lanes
-        heard = dict(zip(ranks.newest.members, map(plain.decode, lanes), strict=True))
-        approaches.agree(number for number, _ in heard.values())
-        parts = ranks.world.parts
-        self._recorded = [heard[min(r for r in heard if r % parts == place)][1] for place in range(parts)]
 
     def _heed(self, approach: Approach) -> None:
         self._tries[approach.number] += 1
@@ -174,12 +151,10 @@ class Handover:
         """Send the new worker the number of the current step and recorded values. values: all that the script had read
         from tensors up to this step. size: number of bytes of the state that is sent next, 0 if none."""
         ranks, known = self._ranks, approach.known[self._place]
-        recorded = self._recorded or [len(values)]
-        more = any(begin + PIECE < length for begin, length in zip(approach.known, recorded, strict=True))
-        told = {"step": ranks.step, "values": bytes(values[known : known + PIECE]), "more": more, "last": approach.last}
+        told = {"step": ranks.step, "values": bytes(values[known : known + PIECE]), "last": approach.last}
         told |= {"plan": self._recorder.plan, "giver": ranks.world.rank, "shares": ranks.shares, "size": size}
-        blob = plain.encode(told, "what a new worker is told")
-        self._control.give(approach.number, blob, ranks.generation, last=approach.last)
+        blob, more = plain.encode(told, "what a new worker is told"), known + PIECE < len(values)
+        self._control.give(approach.number, blob, ranks.generation, last=approach.last, more=more)
 
     def _hand_over(self, ready: Ready) -> None:
         """Connect all ranks again, including the new worker unless it has ended, and send it the state."""

@@ -66,12 +66,13 @@ class Newcomer:
         are more values to request."""
         assert self._ranks.control is not None  # an agent exists, since it has started this replacement worker
         seconds = max(self._ranks.config.timeout, self._ranks.config.start_timeout)
-        told = plain.decode(self._ranks.control.approach(len(self._values.recorded), last, seconds))
+        blob, more = self._ranks.control.approach(len(self._values.recorded), last, seconds)
+        told = plain.decode(blob)
         self._last = told["last"]
         self.step, self.plan, self._giver, self._size = told["step"], told["plan"], told["giver"], told["size"]
         self._ranks.shares = told["shares"]
         self._values.recorded += told["values"]
-        return bool(told["more"] and not self._last)
+        return more and not self._last
 
     def state(self, mine: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Join the other ranks, which wait, and receive the state. mine: the tensors of the script's modules, of which

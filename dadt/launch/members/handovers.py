@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from dadt.control.frame import Frame
 from dadt.launch.actions import Event, Outbox, Reply
-from dadt.launch.members.board import together
 
 LONGEST_SECONDS = 3600.0
 """Upper limit in seconds of the time that a new worker waits for an answer."""
@@ -32,6 +31,8 @@ class NewcomerQuestion:
     """Ranks that train and have answered. If this is the last question, they now wait for the new workers to join."""
     bodies: dict[int, bytes] = field(default_factory=dict)
     """The answers, by new worker."""
+    more: bool = False
+    """Whether there are more values for one of them, so that all have to ask again before they replay."""
 
     def frame(self, number: int) -> Frame:
         """Return the frame by which the launcher sends the question to all ranks."""
@@ -41,7 +42,7 @@ class NewcomerQuestion:
     def answer(self, now: float) -> None:
         """Answer all of the workers at once, as they have to replay up to the same step."""
         for rank, reply in self.replies.items():
-            reply(together([self.bodies[rank]]), now)
+            reply(Frame("given", {"more": self.more}, self.bodies[rank]), now)
 
     def refuse(self, why: str, now: float, error: str = "StartTimeout") -> None:
         for reply in self.replies.values():
@@ -92,13 +93,14 @@ class Handovers:
         number, current = answer["number"], answer.get("generation", 0) == generation
         asked = self._asked.get(number)
         if asked is None:
-            return bool(answer["last"] and current and 0 < number <= self._count)
+            return bool(answer["last"] and not answer["text"] and current and 0 < number <= self._count)
         if answer["text"]:
             self._asked.pop(number).refuse(answer["text"], now, "NotResumed")
         elif current:
             asked.given.add(answer["rank"])
             if answer.body:
                 asked.bodies[asked.first + answer["rank"] % self._size] = answer.body
+                asked.more = asked.more or answer["more"]
             if asked.bodies.keys() == asked.known.keys() and (not answer["last"] or asked.given >= set(present)):
                 del self._asked[number]
                 asked.answer(now)
@@ -138,6 +140,7 @@ class Handovers:
         for number, asked in self._asked.items():
             asked.given.clear()
             asked.bodies.clear()
+            asked.more = False
             self._outbox.send_all(asked.frame(number))
 
     def turn(self, now: float) -> None:

@@ -1,5 +1,5 @@
 """Exchanges values between a job's ranks through the launcher. Each rank receives the values of all ranks once every
-rank still in the job has sent its own."""
+rank still in the job has sent its own. If one of them waits in vain, none receives them."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ class Rendezvous:
         self._exchanges: dict[str, KeyExchange] = {}
         self._over: set[str] = set()
         """Keys of exchanges that are complete."""
+        self._failed: dict[str, Frame] = {}
+        """Keys of exchanges in which ranks have waited in vain, each with the answer to ranks that come later."""
         self._given = Counter[int]()
         """For each rank, the number of bytes that it has sent for exchanges that are not complete."""
         self._board = Board()
@@ -104,7 +106,7 @@ class Rendezvous:
         for exchange in self._exchanges.values():
             for *_, reply in exchange.waits:
                 reply(refusal, now)
-        for table in (self._exchanges, self._over, self._given):
+        for table in (self._exchanges, self._over, self._failed, self._given):
             table.clear()
         self._board.clear(refusal, now)
 
@@ -127,9 +129,10 @@ class Rendezvous:
         return member.waiting.begin(self._outbox.reply(question), starts, question.now)
 
     def _is_outdated(self, question: Event) -> bool:
-        """Refuse a rank's question if the rank has not learned of the current generation of ranks yet. Returns whether
-        the question was refused."""
-        if question.frame.get("generation", 0) == self.generation:
+        """Refuse a rank's question if the rank has not learned of the current generation of ranks yet, or is not in it.
+        Returns whether the question was refused."""
+        frame = question.frame
+        if frame.get("generation", 0) == self.generation and not self.members[frame["rank"]].lost:
             return False
         self._outbox.reply(question)(self.outdated, question.now)
         return True
@@ -141,8 +144,11 @@ class Rendezvous:
             self.give(frame["key"], frame["rank"], frame.body, frame["timeout"], reply, question.now)
 
     def give(self, key: str, rank: int, blob: bytes, timeout: float, reply: Reply, now: float) -> None:
+        if (refusal := self._failed.get(key)) is not None:
+            reply(refusal, now)
+            return
         over, given = key in self._over, self._given[rank]
-        exchanges = len(self._exchanges) + len(self._over) + (key not in self._exchanges)
+        exchanges = len(self._exchanges) + len(self._over) + len(self._failed) + (key not in self._exchanges)
         if over or exchanges > MOST_EXCHANGES or given + len(blob) > MOST_GIVEN:
             what = "which all have given already" if over else f"beside {given:,} that others have not met"
             text = f"rank {rank} gives {len(blob):,} bytes for {key!r}, {what}: {MOST_GIVEN:,} at once are the most"
@@ -199,17 +205,12 @@ class Rendezvous:
             return
         ended = [member for member in self.present if member.ended]
         self._board.settle((member.rank for member in ended), self._refuse, now)
-        for key, exchange in self._exchanges.items():
+        for key, exchange in list(self._exchanges.items()):
             gone = any(member.rank not in exchange.blobs for member in ended)
-            due = [wait for wait in exchange.waits if gone or now >= wait[0]]
-            if due:
-                exchange.waits = [wait for wait in exchange.waits if not (gone or now >= wait[0])]
-            refusals = dict[str, Frame]()
-            for _, timeout, reply in due:
+            deadline, timeout, _ = min(exchange.waits, key=lambda wait: wait[0])
+            if gone or now >= deadline:
                 what = "cannot arrive any more" if gone else f"did not arrive within {timeout:g} s"
-                if what not in refusals:
-                    refusals[what] = self._refuse(key, exchange.blobs.keys(), what)
-                reply(refusals[what], now)
+                self._fail(key, exchange, what, now)
 
     @property
     def waiting(self) -> bool:
@@ -224,6 +225,16 @@ class Rendezvous:
         answer = together([exchange.blobs[rank] for rank in sorted(exchange.blobs)])
         for *_, reply in exchange.waits:
             reply(answer, now)
+
+    def _fail(self, key: str, exchange: KeyExchange, what: str, now: float) -> None:
+        """Refuse all ranks that wait in this exchange, and those that come later, so that some of them cannot act on
+        values that others did not get."""
+        del self._exchanges[key]
+        refusal = self._failed[key] = self._refuse(key, exchange.blobs.keys(), what)
+        for rank, blob in exchange.blobs.items():
+            self._given[rank] -= len(blob)
+        for *_, reply in exchange.waits:
+            reply(refusal, now)
 
     def _refuse(self, key: str, present: Collection[int], what: str) -> Frame:
         """Return the error for ranks that wait in vain for the ranks which are not in `present`."""

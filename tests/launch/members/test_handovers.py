@@ -37,8 +37,11 @@ class Asked:
         self.outbox.empty(perform)
         return found
 
-    def give(self, rank: int, number: int, body: bytes, *, last: bool = False, generation: int = 1) -> bool:
-        told = {"rank": rank, "number": number, "last": last, "text": "", "generation": generation}
+    def give(
+        self, rank: int, number: int, body: bytes, *, last: bool = False, generation: int = 1, **facts: Any
+    ) -> bool:
+        told = {"rank": rank, "number": number, "last": last, "generation": generation, "more": False, "text": ""}
+        told |= facts
         return self.handovers.give(Event(NODE, Frame("give", told, body), 1.0), 1, [0, 1])
 
 
@@ -71,6 +74,26 @@ def test_the_others_wait_for_all_new_workers_of_an_island() -> None:
     asked.handovers.turn(62.0)
     assert asked.killed == [2, 3]
     assert asked.handovers.ended(3) and not asked.handovers.ended(2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_new_workers_ask_again_before_they_replay_where_one_of_them_lacks_values(rank: int) -> None:
+    asked = Asked()
+    for each in (2, 3):
+        asked.ask(each)
+    for each in (0, 1):
+        asked.give(each, 1, b"some", more=each == rank)
+    assert [answer["more"] for answer in asked.answers.values()] == [True, True]
+
+
+def test_ranks_that_refuse_new_workers_wait_for_nobody() -> None:
+    asked = Asked()
+    for rank in (2, 3):
+        asked.ask(rank, last=True)
+    assert not asked.give(0, 1, b"", last=True, text="no")  # each rank refuses the worker that it serves
+    assert not asked.give(1, 1, b"", last=True, text="no")
+    assert [(answer["type"], answer["message"]) for answer in asked.answers.values()] == [("NotResumed", "no")] * 2
+    assert asked.give(1, 1, b"last", last=True)  # it was to give its state, and waits
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from dadt.control.frame import Frame
-from dadt.launch.actions import Outbox, Reply
+from dadt.launch.actions import Action, Event, Outbox, Reply, SendFrame
+from dadt.launch.hosts.host import Host
 from dadt.launch.members import board, rendezvous
 from dadt.launch.members.board import Board, Want
+from dadt.launch.members.node import Node
 from dadt.launch.members.rendezvous import Rendezvous
 
 
@@ -42,6 +44,40 @@ def test_a_rank_gives_no_more_than_the_bound_while_others_are_awaited(
     meeting.give("one", 1, bytes(60), 10.0, reply, 0.0)  # each rank has a bound of its own
     meeting.give("three", 0, bytes(41), 10.0, reply, 0.0)
     assert [answer.kind for answer in answers] == ["error", "exchanged", "exchanged"]
+
+
+def test_where_one_rank_has_waited_in_vain_no_rank_gets_the_values(answers: list[Frame], reply: Reply) -> None:
+    meeting = Rendezvous(["", "", ""], Outbox(), 0.0)
+    meeting.give("key", 0, b"a", 10.0, reply, 0.0)
+    meeting.give("key", 1, b"b", 10.0, reply, 5.0)
+    meeting.settle(9.0)
+    assert not answers
+    meeting.settle(10.0)
+    meeting.give("key", 2, b"c", 10.0, reply, 11.0)
+    told = "rank 2 (has not imported torch) did not arrive within 10 s for 'key'"
+    assert [(answer.kind, answer["message"]) for answer in answers] == [("error", told)] * 3
+    meeting.regroup([2], "rank 2 has ended", 12.0)
+    for rank in (0, 1):
+        meeting.give("key", rank, b"a", 10.0, reply, 12.0)
+    assert [answer.kind for answer in answers[3:]] == ["exchanged"] * 2
+
+
+def test_only_ranks_of_the_current_generation_exchange(answers: list[Frame]) -> None:
+    outbox = Outbox()
+    meeting = Rendezvous(["", "", ""], outbox, 0.0)
+    meeting.regroup([2], "rank 2 has ended", 1.0)
+    for rank, generation in ((2, 1), (0, 0), (0, 1), (1, 1)):  # a new worker, and one that has not heard of the loss
+        asks = {"rank": rank, "key": "key", "timeout": 10.0, "generation": generation, "line": 1}
+        meeting.exchange(Event(Node(0, Host(name="here")), Frame("exchange", asks, b"a"), 2.0))
+    told: list[tuple[str, object]] = []
+
+    def perform(action: Action) -> None:
+        assert isinstance(action, SendFrame)
+        answer = action.frame["answer"]
+        told.append((answer["kind"], answer.get("message", answer.get("sizes"))))
+
+    outbox.empty(perform)
+    assert told == [("error", "rank 2 has ended")] * 2 + [("exchanged", [1, 1])] * 2
 
 
 def test_a_rank_puts_no_more_than_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
