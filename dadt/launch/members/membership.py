@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from signal import SIGKILL
 
 from dadt.config import Config
@@ -19,7 +20,7 @@ from dadt.launch.hosts.slot import Slot
 from dadt.launch.members.early_exits import EarlyExits
 from dadt.launch.members.generation import regroup
 from dadt.launch.members.handovers import Handovers
-from dadt.launch.members.islands import has_lost_host, is_ahead_of_waiting, with_islands
+from dadt.launch.members.islands import has_lost_host, is_ahead_of_waiting, that_join, with_islands
 from dadt.launch.members.joining import Joining
 from dadt.launch.members.member import Member
 from dadt.launch.members.node import Node
@@ -120,7 +121,7 @@ class Membership:
         missed = self.exits.take_missed(self._requests, now)
         if at_end := [rank for rank in missed if self.exits.is_at_end(rank)]:
             ranks = with_islands(at_end, self._slots)
-            self._leave_out(ranks, f"{preemption.ranks(ranks)} finished before the others, which train on", now)
+            self._leave_out(ranks, f"{preemption.ranks(at_end)} finished before the others, which train on", now)
         for rank in [rank for rank in missed if rank not in at_end]:
             self.lose([rank], missed[rank], now)
 
@@ -192,9 +193,10 @@ class Membership:
         member.pid, member.claimed = event.frame["pid"], True
         member.sign("has begun to train", now)
         awaited = self._apart or self._handovers.awaits(member.rank, self._rendezvous.generation)
+        come = partial(that_join, self._rendezvous.members, self._slots) if self._apart else self._handovers.come
         if member.lost and (self._told_to_end or not awaited):
             self.kill(member.rank, now)  # the other ranks continued without this worker
-        elif member.lost and (ranks := [member.rank] if self._apart else self._handovers.come(member.rank)):
+        elif member.lost and (ranks := come(member.rank)):
             joining = [self._rendezvous.members[rank] for rank in ranks]
             why = f"{' and '.join(each.placed for each in joining)} {'join' if len(joining) > 1 else 'joins'}"
             self._rendezvous.join(joining, why, now)
@@ -266,7 +268,7 @@ class Membership:
                 self._joining.turn(now)
         elif self._apart and (new := [member for member in present if member.joined and not member.finished]):
             why = f"rank {new[0].rank} ({new[0].place}) leaves, as those that began the job are at their end"
-            self._leave_out([member.rank for member in new], why, now)
+            self._leave_out(with_islands([member.rank for member in new], self._slots), why, now)
 
     @property
     def _at_end(self) -> bool:
