@@ -23,7 +23,8 @@ class AgentReports:
         """Start to receive the agent's reports. Does nothing if already started."""
         ranks = self._ranks
         if ranks.control is not None and not ranks.alone and not ranks.deaths.listening:
-            if ranks.world.parts > 1:
+            # An exchange connects not all ranks in islands, and belongs to no step with `local`.
+            if ranks.world.parts > 1 or ranks.config.algorithm == "local":
                 newest = partial(ranks.deaths.await_newer, 0, 0.0)
                 ranks.requests.agree_by(CommonStep(ranks.control.exchange, newest))
             ranks.deaths.listening = ranks.control.listen(self._hear)

@@ -359,8 +359,7 @@ class Attachment:
                 weight=exchange.weight,
                 value=value,
                 not_finite=self.finite.number,
-                # In islands, ranks that hold other parts have to agree, too, over the launcher.
-                **(self.ranks.requests.heard if self.ranks.world.parts == 1 else {}),
+                **self.ranks.requests.heard,
                 loss=self.agreement.loss,
                 square=self.momentum.shown.square,
                 density=self.weighing.density,

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dadt.comm.shards import local
 from dadt.errors import CommError, DadtError, NotResumed
 from dadt.train import observation
 from dadt.train.attachment import Attachment
@@ -226,7 +227,7 @@ class Checkpoints:
         prediction = {key: by_parameter(value, parameters) for key, value in part["prediction"].items()}
         of_tensors = [value for value in prediction.values() if isinstance(value, dict)]
         of_tensors.append(by_parameter(a.algorithm.by_parameter(part["state"]), parameters))
-        if any(t.shape != p.shape for value in of_tensors for p, t in value.items()):
+        if any(local(t).shape != local(p).shape for value in of_tensors for p, t in value.items()):
             self._ranks.say("the checkpoint is one of another model: training begins with a warm-up")
             return
         a.step = part["step"]

@@ -1,7 +1,8 @@
-"""Finds a step that all ranks of a job in islands have yet to complete, while they train on.
+"""Finds a step that all ranks of a job have yet to complete, while they train on.
 
-The exchange of a step connects only ranks that hold the same part of the model, so what all ranks are to do behind the
-same step they agree on over the launcher. Each tells the others how many steps it had completed when it heard of that,
+What all ranks are to do behind the same step they tell each other with the exchange of a step, where there is one. In
+islands that connects only ranks that hold the same part of the model, and with `local` not each step has one. There
+they agree over the launcher. Each tells the others how many steps it had completed when it heard of that,
 and ends no further step before it has their answers. So no rank has completed the step after the largest of these
 numbers.
 

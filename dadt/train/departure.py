@@ -88,7 +88,7 @@ class Departure:
         if not self._ranks.together:
             self._arrive_apart()
             return
-        for callback in self._events.on_end:
+        for callback in (*self._events.on_finish, *self._events.on_end):
             callback()
 
     @property
@@ -141,7 +141,7 @@ class Departure:
         with self._ranks.reconnection.within():
             while True:
                 try:
-                    for callback in self._events.on_end:
+                    for callback in (*self._events.on_finish, *self._events.on_end):
                         callback()
                     self._arrive()
                     return

@@ -25,8 +25,11 @@ class Events:
     """Called after each complete optimizer step."""
     on_regroup: Callbacks = field(default_factory=list)
     """Called after a loss of ranks, once this rank is connected with the remaining ranks."""
+    on_finish: Callbacks = field(default_factory=list)
+    """Called at the end of the script, in the same order on all ranks."""
     on_end: Callbacks = field(default_factory=list)
-    """Called at the end of the script, in the same order on all ranks, whether or not its optimizers still exist."""
+    """Called after `on_finish`: what is left to do for optimizers, whether or not they still exist. Forgotten when all
+    of them are detached and attached again, as a new worker that joins then knows nothing of it."""
     on_stop: Callbacks = field(default_factory=list)
     """Called when the process ends, also after a failure, once no messages are under way any more. Callbacks must end
     all threads that use torch, as the interpreter aborts the process if it exits before these threads end."""

@@ -35,7 +35,10 @@ class Requests:
 
     @property
     def heard(self) -> dict[str, Any]:
-        """The requests that this rank has received, as fields of StepMetadata."""
+        """The requests that this rank has received, as fields of StepMetadata; empty if ranks find a common step for
+        each over the launcher."""
+        if self._common_step is not None:
+            return {}
         return {
             "saves": self.checkpoint_signal.heard,
             "interrupted": self.interruption.heard > 0,

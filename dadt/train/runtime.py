@@ -83,7 +83,7 @@ class Runtime:
         self._claimed = False
         self.replay.under_way = self.replay.possible and (ranks.together if world.joins else bool(config.resume))
         ranks.requests.interruption.abort = self._interrupt
-        self.events.on_end.append(self.verification.finish)
+        self.events.on_finish.append(self.verification.finish)
 
     def _interrupt(self) -> None:
         if self.ranks.connection is not None:

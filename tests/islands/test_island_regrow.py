@@ -84,6 +84,14 @@ moments = [getattr(m, "full_tensor", lambda m=m: m)().flatten() for m in states 
 print("ends with", json.dumps([n, schedule.get_last_lr(), torch.cat([*whole, *moments]).tolist()]), flush=True)
 dist.destroy_process_group()
 """
+# Registered before torch is imported, it comes after the last average.
+PARTS = """
+import atexit
+def tell():
+    parts = [getattr(p.detach(), "to_local", p.detach)().flatten() for p in model.parameters()]
+    print("part", json.dumps([number, n, torch.cat(parts).tolist()]), flush=True)
+atexit.register(tell)
+"""
 OPTIONS = ["--island", "2", "--min-np", "1", "--warmup-steps", "5", "--snapshot-every", "1000steps"]
 
 
@@ -121,6 +129,27 @@ def test_a_new_island_takes_the_place_of_a_lost_one(start, kind, options, island
         island = f"ranks {rank - rank % 2} and {rank - rank % 2 + 1}"
         assert f"training goes on without the island of {island}" in result.err
         assert f"new workers start in place of {island}" in result.err
+
+
+@pytest.mark.parametrize(
+    ("kind", "islands", "victims"),
+    [
+        pytest.param("fsdp2", 2, "3", marks=pytest.mark.slow),
+        pytest.param("fsdp2", 3, "1,4,0", marks=pytest.mark.slow),
+        pytest.param("ddp", 2, "0", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(400)
+def test_a_new_island_joins_islands_that_train_alone(start, kind: str, islands: int, victims: str) -> None:
+    options = [*OPTIONS, "--algorithm", "local", "--sync-every", "4"]
+    run = start(PARTS + SCRIPT, "-np", str(2 * islands), *options, "train.py", kind, victims, "-1", "-1")
+    result = run.finish(3 * PATIENCE)
+    assert result.code == 0 and "the checkpoint is one of" not in result.err, result.err
+    assert result.err.count("new workers start in place of ranks") == len(victims.split(","))
+    told = map(json.loads, re.findall(r"part (.*)", result.out.decode()))
+    parts = {number: part for number, *part in told}  # of the newest worker
+    assert parts.keys() == set(range(2 * islands))
+    assert all(part == parts[number % 2] for number, part in parts.items()), result.err
 
 
 @pytest.mark.slow

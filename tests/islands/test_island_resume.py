@@ -75,6 +75,7 @@ def ends(result: Any) -> list[str]:
                 ("fsdp2", ("--compression", "int8")),
                 ("fsdp2", ("--compression", "momentum:1")),
                 ("flat", ("--compression", "int4")),
+                ("fsdp2", ("--algorithm", "local", "--sync-every", "4")),
             ]
         ),
     ],
@@ -84,10 +85,10 @@ def test_a_resumed_job_ends_with_the_same_bits(launch, kind: str, options: tuple
     expected = ends(whole)
     assert len(expected) == 4
     weights = [each.split()[3:5] for each in expected]
-    assert weights.count(weights[0]) == 4
+    assert weights.count(weights[0]) == 4 or "local" in options  # whose last average comes later
     resumed = launch(SCRIPT, *OPTIONS, *options, "--resume", whole.job, "train.py", kind, "-1")
     assert ends(resumed) == expected
-    assert "resumed: 16 steps replayed" in resumed.err
+    assert "resumed: 16 steps replayed" in resumed.err and "the checkpoint is one of" not in resumed.err
 
 
 @pytest.mark.slow

@@ -59,7 +59,9 @@ def all_say(folder: Path, text: str) -> bool:
 
 
 @pytest.mark.alone  # who stands for a forked rank would pass on a Ctrl-C that only the rank itself is to get
-@pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "algorithm", ["pipe", *(pytest.param(each, marks=pytest.mark.slow) for each in ("sync", "local"))]
+)
 def test_all_ranks_of_an_island_save_after_the_same_step(start, algorithm: str) -> None:
     options = ["-np", "4", "--island", "2", "--algorithm", algorithm, "--warmup-steps", "5"]
     run = start(TRAIN, *options, "--checkpoint-signal", "USR1", "--grace", "40", "train.py")

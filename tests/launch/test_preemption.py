@@ -104,7 +104,7 @@ SAVE_AND_END = """
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+@pytest.mark.parametrize("algorithm", ["pipe", "sync", "local"])
 def test_all_are_told_in_the_same_step_and_none_ends_before_others_have_saved(start, algorithm: str) -> None:
     saves = 'torch.save(model.state_dict(), "checkpoint.pt")\n        print(f"rank {rank} has saved: {step}")'
     script = TRAIN.replace(

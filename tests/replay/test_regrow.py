@@ -122,6 +122,47 @@ def test_a_new_worker_takes_the_place_of_a_lost_one(start, algorithm, name, rank
     assert "Traceback" not in result.err
 
 
+APART = """
+import atexit
+atexit.register(lambda: tell(model, more=[n, joins or norm > 0]))  # after the last average, as torch comes later
+""" + HEAD.replace("BatchNorm1d", "LayerNorm")
+ALONE = """
+model, n, norm = net(8, 32, 4), 0, 0.0
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+loader = DataLoader(data, batch_size=8, shuffle=True)
+while goes_on(n):
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        norm += float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        n += 1
+        dies(n)
+        if not goes_on(n):
+            break
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "victims"),
+    [
+        (("--sync-every", "4"), 2, "1"),
+        pytest.param(
+            ("--sync-every", "6", "--fragments", "3", "--compression", "int8"), 3, "0,2", marks=pytest.mark.slow
+        ),
+        pytest.param(("--outer-momentum", "0.9", "--sync-every", "auto"), 2, "0", marks=pytest.mark.slow),
+        pytest.param(("--sync-every", "3", "--warmup-steps", "0"), 3, "1,0,2,1", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(400)
+def test_a_new_worker_joins_ranks_that_train_alone(start, options, ranks, victims) -> None:
+    options = ["-np", str(ranks), "--algorithm", "local", *OPTIONS, *options]
+    result = start(APART + REGROWS + ALONE, *options, "train.py", VICTIMS=victims).finish(3 * PATIENCE)
+    ends(result, ranks)
+    assert result.err.count("a new worker starts in place of rank") == len(victims.split(","))
+    assert "Traceback" not in result.err
+
+
 EVENLY = """
 import time
 samples = torch.arange(240)

@@ -12,6 +12,7 @@ together. Each gets values and state from a rank that holds the same part of the
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -19,9 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dadt.algorithms.local.local import Local
 from dadt.comm import plain
 from dadt.control.worker_line import WorkerLine
-from dadt.errors import CommError, DadtError, PeerLost
+from dadt.errors import CommError, DadtError, PeerLost, StartTimeout
 from dadt.inject.replay.recorder import Recorder, goes_on
 from dadt.inject.replay.taken import Taken
 from dadt.inject.replay.values import ReadValues
@@ -116,10 +118,12 @@ class Handover:
         return self._ranks.world.rank == self._ranks.members[0]
 
     def _take(self, approach: Approach) -> Ready | None:
-        """Collect the data for the new worker. Returns None if the state cannot be encoded, in which case the new
-        worker is refused."""
+        """Collect the data for the new worker. Returns None if ranks are lost meanwhile, or if the state cannot be
+        encoded, in which case the new worker is refused."""
         r = self._runtime
         self._recorder.drop()
+        if not self._settle(approach):
+            return None
         content = self._taken.take(sys._getframe(), common=self._gives)
         with r.checkpoints.by_all():
             parts = {o: part for o in r.optimizers if (part := r.checkpoints.save(o)) is not None}
@@ -132,6 +136,22 @@ class Handover:
             self._refuse(approach, str(error))
             return None
         return Ready(approach, bytearray(self._values.recorded), state, parts, [*frozen.values()], self._begun)
+
+    def _settle(self, approach: Approach) -> bool:
+        """Give all ranks the same weights, if each has its own. Returns whether all ranks have; otherwise ranks are
+        lost, and some may have forgotten the new worker."""
+        gc.collect()  # garbage may be freed already on some ranks and not yet on others
+        algorithms = [a.algorithm for a in self._runtime.attachments if a.alive]
+        ranks, apart = self._ranks, [each for each in algorithms if isinstance(each, Local) and not each.averages]
+        if apart:
+            key = f"averaging for new worker {approach.number} at step {ranks.step}"
+            try:
+                self._control.exchange(key, b"", ranks.config.timeout, ranks.generation)
+            except (PeerLost, StartTimeout):  # also on all others
+                return False
+        for algorithm in apart:
+            algorithm.settle()
+        return True
 
     @property
     def _begun(self) -> tuple[int, int]:

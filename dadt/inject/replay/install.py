@@ -54,7 +54,7 @@ def install(runtime: Runtime, modules: Modules, streams: Streams, overlay: Overl
         runtime.events.on_exchange.append(recorder.begins)
         register_optimizer_step_pre_hook(recorder.before_step)
         runtime.replay.stop_snapshots = recorder.stop
-        runtime.events.on_end.append(recorder.close)
+        runtime.events.on_finish.append(recorder.close)
 
 
 def _resume(

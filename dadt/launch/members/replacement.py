@@ -30,7 +30,7 @@ def replays(config: Config) -> bool:
     """Return whether a new worker replays its script up to the current step before it joins, which is necessary if all
     ranks step together."""
     takes = config.snapshot_every != NEVER and config.compression != "auto" and config.batch not in UNEQUAL
-    return takes and config.algorithm in ("pipe", "sync")
+    return takes and config.algorithm in ("pipe", "sync", "local")
 
 
 class Replacements:

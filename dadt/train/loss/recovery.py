@@ -141,6 +141,7 @@ class Recovery:
             self._batches.keep(attachment)
         self._optimizers.buffers.release()
         self._attachments.clear()
+        self._events.on_end.clear()
         for optimizer, part in parts.items():
             self._checkpoints.keep(optimizer, part)
 
