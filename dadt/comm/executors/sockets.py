@@ -203,16 +203,21 @@ class _Entry:
                 self._meet.say(f"{self._me} has {count} TCP connections with {other} for data ({link})")
             return count
 
-        sockets: list[socket.socket] = []
-        try:
-            for use in self._uses:
-                count = wanted(sockets[0]) if use == DATA else 1
-                sockets = dialled(use, count)
+        def connect(use: str, count: Callable[[], int]) -> list[socket.socket]:
+            sockets: list[socket.socket] = []
+            try:
+                sockets = dialled(use, count())
                 for number, each in enumerate(sockets):
-                    self._put(use, place, number, count, each)
-        except (Refused, Unreached) as error:
-            text = f"{self._me} does not reach {other} by TCP ({error}) -> open the firewall between the hosts"
-            self._errors.append(StartTimeout(text))
+                    self._put(use, place, number, len(sockets), each)
+            except (Refused, Unreached) as error:
+                text = f"{self._me} does not reach {other} by TCP ({error}) -> open the firewall between the hosts"
+                self._errors.append(StartTimeout(text))
+            return sockets
+
+        first, *further = self._uses
+        if known := connect(first, lambda: 1):
+            counts = {DATA: lambda: wanted(known[0])}
+            _at_once([partial(connect, use, counts.get(use, lambda: 1)) for use in further])
 
     def _greet(self, hello: Words) -> Words:
         if self.mender is not None and hello.get("use") in mending.USES:
@@ -242,12 +247,14 @@ class _Entry:
             self._news.notify()
 
 
-def _at_once(calls: Sequence[Callable[[], None]]) -> None:
-    """Run each call in a thread of its own, and wait for all of them."""
+def _at_once(calls: Sequence[Callable[[], object]]) -> None:
+    """Run the calls at the same time, and wait for all of them. They must not raise."""
     # These threads are not from a pool: pools refuse work while the interpreter exits, when ranks may still have to
     # reconnect.
-    threads = [threading.Thread(target=call, name="dadt-dial", daemon=True) for call in calls]
+    threads = [threading.Thread(target=call, name="dadt-dial", daemon=True) for call in calls[1:]]
     for each in threads:
         each.start()
+    for call in calls[:1]:
+        call()
     for each in threads:
         each.join()
