@@ -14,6 +14,7 @@ import os
 import subprocess
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,6 +148,8 @@ def _run(rank: int, host: str, scene: Scene, contenders: Sequence[str], rounds: 
         torch.set_num_threads(1)
         (folder / str(rank)).write_text(json.dumps(_averages(rank, scene, contenders, rounds, folder)))
         code = 0
+    except Exception:  # noqa: BLE001 (the process ends with it)
+        traceback.print_exc()
     finally:
         os._exit(code)
 
