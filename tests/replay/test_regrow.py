@@ -202,11 +202,13 @@ def test_a_new_worker_does_not_read_what_the_others_have_divided(start) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", range(3))
-def test_workers_may_be_killed_at_any_time(start, tmp_path, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "local"), [(0, False), (1, False), (2, False), (3, True)])
+def test_workers_may_be_killed_at_any_time(start, tmp_path, seed: int, local: bool) -> None:
     """Also new ones, while they start, in their replays, and when they join. One that trains is left each time."""
-    chance, script = Random(seed), HEAD + REGROWS + LOOPS["classifier"]
-    options = ["-np", "3", "--algorithm", chance.choice(["pipe", "sync"]), *OPTIONS]
+    chance = Random(seed)
+    script = APART + REGROWS + ALONE if local else HEAD + REGROWS + LOOPS["classifier"]
+    algorithm = ["local", "--sync-every", "4"] if local else [chance.choice(["pipe", "sync"])]
+    options = ["-np", "3", "--algorithm", *algorithm, *OPTIONS]
     run = start(script, *options, "train.py", VICTIMS="-1")
 
     def events() -> list[dict[str, Any]]:

@@ -302,6 +302,8 @@ class Worker:
         while max(0, self.step) < script.steps:
             yield from self.training.begin_pass()
             if self.peers.together:
+                if self.training.begun and self.peers.deaths.outdated:  # Runtime.begin
+                    yield from self.peers.connect_anew(PeerLost("ranks have ended"))
                 yield from self.handover.saw()
             yield self.sleep(world.spread(script.step_seconds) + self.pause)
             self.pause = 0.0
