@@ -171,6 +171,8 @@ DEATH = FrameKind({"text": text(TEXT), "steps_": COUNT})
 _ranks, _writers = listed(RANK, MOST_RANKS), listed(STEP, MOST_RANKS)
 APPROACH = FrameKind({"number": COUNT, "rank": RANK, "known": listed(COUNT, MOST_RANKS), "last": flag})
 """A replacement worker, or all of an island, the first of which has this rank, ask to join."""
+PROPOSAL = FrameKind({"key": KEY})
+"""A rank proposes to do something together, after a step that all ranks find."""
 REGROUP = FrameKind({"generation": COUNT, "members": _ranks, "firsts": _ranks, "writers_": _writers, "text": text(TEXT),
                 "handed_": COUNT})  # fmt: skip
 """Frame sent when a new generation of ranks begins, for example after a loss. It says which ranks train from now on
@@ -214,6 +216,7 @@ _passed_on: dict[str, FrameKind] = {
     "give": FrameKind({**_question, "number": COUNT, "last": flag, "more": flag, "text": text(TEXT)}, BLOB),
     "peers": FrameKind({**_question, "starts_": flag}),
     "dump": FrameKind(_process),
+    "propose": FrameKind({**_process, "key": KEY, "generation": COUNT}),
     "wrote": _wrote,
 }
 """Frames of workers that the agent forwards to the launcher."""
@@ -253,6 +256,7 @@ ANSWERS = Speaker(
         "death": DEATH,
         "regroup": REGROUP,
         "approach": APPROACH,
+        "proposal": PROPOSAL,
         "preempted": FrameKind({}),
         "save": FrameKind({"patience": SECONDS}),
         "interrupt": FrameKind({"patience": SECONDS}),
@@ -344,6 +348,7 @@ LAUNCHER = Speaker(
         "death": DEATH,
         "regroup": REGROUP,
         "approach": APPROACH,
+        "proposal": PROPOSAL,
         "beat": FrameKind({}),
     },
     header=64 << 20,

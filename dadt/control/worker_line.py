@@ -165,6 +165,10 @@ class WorkerLine:
         facts = {"number": number, "generation": generation, "last": last, "more": more, "text": text[: schema.TEXT]}
         self._ask("give", 0.0, blob, **facts)
 
+    def propose(self, key: str, generation: int) -> None:
+        """Propose to all ranks to do something after the same step. They hear it once in each generation."""
+        self._report("propose", key=key, generation=generation)
+
     def dump(self) -> None:
         """Ask all ranks to write their Python stack traces."""
         self._report("dump")

@@ -23,6 +23,7 @@ from dadt.launch.hosts.slot import Slot
 from dadt.launch.members.joining import Joining
 from dadt.launch.members.membership import Membership
 from dadt.launch.members.node import Node
+from dadt.launch.members.proposals import Proposals
 from dadt.launch.members.rendezvous import Rendezvous
 from dadt.launch.members.silence import Silences
 from dadt.launch.members.stalls import Stalls
@@ -76,7 +77,7 @@ class Job:
         parts = (rendezvous, cause, self._termination, membership, self._joining, outcome, patience, outbox)
         self._endings = endings = Endings(config, nodes, slots, *parts)
         self._stalls = stalls = Stalls(config, rendezvous, logs, outbox)
-        results = Results(outcome, members, outbox)
+        results, proposals = Results(outcome, members, outbox), Proposals(rendezvous, outbox)
         self._next_turn = float("-inf")
         """Time (time.monotonic) before which `turn` does nothing."""
         self._put_off = False
@@ -123,6 +124,7 @@ class Job:
             "reconnect": (membership.reconnect,),
             "approach": (membership.approach,),
             "give": (membership.give,),
+            "propose": (proposals.propose,),
             "wrote": (self._pass_on,),
             # Handlers of requests for ranks' stack traces, and of the answers.
             "dump": (stalls.dump,),

@@ -36,6 +36,8 @@ class AgentReports:
         elif frame.kind == "approach":
             approach = Approach(frame["number"], frame["rank"], tuple(frame["known"]), frame["last"])
             requests.hear_approach(approach, ranks.config.timeout)
+        elif frame.kind == "proposal":
+            requests.hear_proposal(frame["key"], ranks.config.timeout)
         elif frame.kind == "interrupt":
             if not ranks.closing:  # a rank whose script is over ignores Ctrl-C, as all ranks are about to end
                 together = ranks.together and len(self._attachments) > 0

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from dadt.train.common_step import Due
+
 
 class Approach(NamedTuple):
     """Request of a new worker, or of all new workers of an island, which ask how far the running ranks have
@@ -23,21 +25,6 @@ class Approach(NamedTuple):
     which then join them."""
 
 
-class Request:
-    """A request of new workers that this rank has received and not handled yet."""
-
-    def __init__(self, approach: Approach) -> None:
-        self.approach = approach
-        self._due: int | None = None
-
-    def agree_on(self, step: int) -> None:
-        """Note the number of the step after which all ranks handle the request. Any thread may call this."""
-        self._due = step
-
-    def is_due(self, step: int) -> bool:
-        return self._due is not None and step >= self._due
-
-
 class Approaches:
     """The requests of new workers that one rank has received. `hear` and `forget` run on the thread that listens to the
     agent, all other methods on the training thread."""
@@ -45,7 +32,8 @@ class Approaches:
     def __init__(self) -> None:
         self.heard = 0
         """Number of the newest request that this rank has received, 0 if none."""
-        self._open: dict[int, Request] = {}
+        self._open: dict[int, tuple[Approach, Due]] = {}
+        """Requests that are not handled yet, each with the step at which they are if ranks find one for it."""
         self._agreed = 0
 
     def forget(self) -> None:
@@ -54,11 +42,12 @@ class Approaches:
         self._open.clear()
         self.heard = 0
 
-    def hear(self, approach: Approach) -> Request:
+    def hear(self, approach: Approach) -> Due:
         """Store a request that the agent has sent, again if it was forgotten."""
-        request = self._open[approach.number] = Request(approach)
+        due = Due()
+        self._open[approach.number] = approach, due
         self.heard = max(self.heard, approach.number)
-        return request
+        return due
 
     def agree(self, heard: Iterable[int]) -> None:
         """Note which requests all ranks have received. heard: number of the newest request of each rank, which came to
@@ -73,5 +62,6 @@ class Approaches:
     def due(self, step: int) -> list[Approach]:
         """Return the requests of new workers that all ranks must handle after the current step, each request once.
         Called after a complete step, with equal results on all ranks. step: number of steps that are complete."""
-        due = sorted(n for n, each in list(self._open.items()) if n <= self._agreed or each.is_due(step))
-        return [request.approach for number in due if (request := self._open.pop(number, None)) is not None]
+        found = list(self._open.items())
+        numbers = sorted(number for number, (_, due) in found if number <= self._agreed or due.has_come(step))
+        return [request[0] for number in numbers if (request := self._open.pop(number, None)) is not None]

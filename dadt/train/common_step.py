@@ -31,6 +31,22 @@ class Exchange(Protocol):
     def __call__(self, key: str, blob: bytes, timeout: float, generation: int = 0) -> list[bytes]: ...
 
 
+class Due:
+    """The step after which all ranks do something, once it is found."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+
+    def agree_on(self, step: int) -> None:
+        """Note the number of the step, unless one was found before. Any thread may call this."""
+        if self._step is None:
+            self._step = step
+
+    def has_come(self, step: int) -> bool:
+        """Return whether it has come. step: number of steps that are complete."""
+        return self._step is not None and step >= self._step
+
+
 class CommonStep:
     """One rank's part in finding such steps. `find` runs on the thread that listens to the agent, `stepped` on the
     training thread."""

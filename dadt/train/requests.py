@@ -7,20 +7,22 @@ from typing import Any
 
 from dadt.train.approaches import Approach, Approaches
 from dadt.train.checkpoint_signal import CheckpointSignal
-from dadt.train.common_step import CommonStep
+from dadt.train.common_step import CommonStep, Due
 from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.interruption import Interruption
 
 
 class Requests:
-    """Requests that one rank has received from its agent: to save a checkpoint, to stop (Ctrl-C), and to let new
-    workers join."""
+    """Requests that one rank has received from its agent: to save a checkpoint, to stop (Ctrl-C), to let new workers
+    join, and to do what another rank proposes."""
 
     def __init__(self) -> None:
         self.checkpoint_signal = CheckpointSignal()
         self.interruption = Interruption()
         self.approaches = Approaches()
         self._common_step: CommonStep | None = None
+        self._proposals: dict[str, Due] = {}
+        """What ranks have proposed to do together, by key, with the step after which all do it."""
 
     def agree_by(self, common_step: CommonStep) -> None:
         """Find by this the steps after which all ranks act, since their exchanges do not connect all of them."""
@@ -29,9 +31,24 @@ class Requests:
 
     def hear_approach(self, approach: Approach, seconds: float) -> None:
         """Handle a request of new workers. seconds: how long to wait for ranks that have not heard it."""
-        request = self.approaches.hear(approach)
+        due = self.approaches.hear(approach)
         if self._common_step is not None:
-            self._common_step.find(f"new worker {approach.number}", seconds, request.agree_on)
+            self._common_step.find(f"new worker {approach.number}", seconds, due.agree_on)
+
+    def hear_proposal(self, key: str, seconds: float) -> None:
+        """Handle what a rank proposes to do together, perhaps again. seconds: how long to wait for ranks that have not
+        heard it."""
+        if self._common_step is not None:
+            self._common_step.find(key, seconds, self._proposals.setdefault(key, Due()).agree_on)
+
+    def is_due(self, key: str, step: int) -> bool:
+        """Return whether all ranks do now what this proposal says. step: number of steps that are complete."""
+        return key in self._proposals and self._proposals[key].has_come(step)
+
+    def forget_proposals(self) -> None:
+        """Forget what was proposed, as a new worker that joins knows nothing of it. What still counts is proposed
+        again. After a loss of ranks, those that are left have found the same steps as before."""
+        self._proposals = {}
 
     @property
     def heard(self) -> dict[str, Any]:

@@ -245,7 +245,7 @@ class Pipe(Algorithm):
         lanes = oldest.receive()
         self._launched = None
         a.measure.delayed += 1
-        alarm = max([lane.value for lane in lanes])
+        alarm = self._agreed(max([lane.value for lane in lanes]))
         self._count_changes(oldest, exchange)
         applies = a.finite.judge(lanes, oldest) and _trains(oldest)
         if alarm or self._changes >= _PATIENCE:
@@ -273,6 +273,19 @@ class Pipe(Algorithm):
         if before.schema is not latest.schema or before.frozen != latest.frozen:
             old = {id(p) for p in before.parameters} - before.frozen
             self._changes += _PARTS * any(id(p) not in old | latest.frozen for p in latest.parameters)
+
+    def _agreed(self, alarm: float) -> float:
+        """Return the alarm that all ranks of the job act on in this step. alarm: that of the ranks that average with
+        this one. In islands gradients of other ranks, which have other parts, may not blow up, so all ranks find a step
+        for that."""
+        a = self.attachment
+        ranks, key = a.ranks, f"synchronous steps{a.name}"
+        if ranks.world.parts == 1 or ranks.control is None or not ranks.deaths.listening:
+            return alarm
+        if alarm == _BLOWN_UP:
+            ranks.control.propose(key, ranks.generation)
+            alarm = 0.0
+        return _BLOWN_UP if ranks.requests.is_due(key, ranks.step) else alarm
 
     def _fall_back(self, exchange: Exchange, alarm: float) -> None:
         """Train synchronously from this step on. This step's exchange, the last one under way, is received and applied

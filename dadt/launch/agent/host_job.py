@@ -84,6 +84,7 @@ class HostJob:
             "death": lambda order, _: self.registry.tell(order),
             "regroup": lambda order, _: self.registry.tell(order),
             "approach": lambda order, _: self.registry.tell(order),
+            "proposal": lambda order, _: self.registry.tell(order),
             "wrote": self.registry.wrote,
             "stacks": self._gather_stacks,
             "heartbeat": lambda order, _: self.outbox.put(HearHosts(order["hosts"])),

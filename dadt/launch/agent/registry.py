@@ -106,8 +106,8 @@ class WorkerRegistry:
         self._regrouped: Frame | None = None
         """The latest `regroup` frame, which says which ranks train now; None before the first."""
         self._approaches: deque[Frame] = deque(maxlen=MOST_APPROACHES)
-        """Requests of replacement workers to join since the latest `regroup` frame, stored for processes that begin to
-        receive reports later."""
+        """Requests of replacement workers to join, and proposals of ranks, since the latest `regroup` frame, stored for
+        processes that begin to receive reports later."""
         self.failed: set[int] = set()
         """Ranks that have reported an exception."""
         self.routes: Mapping[str, Callable[[Saying], None]] = {
@@ -131,9 +131,9 @@ class WorkerRegistry:
         self.routes.get(saying.frame.kind, self._forward)(saying)
 
     def tell(self, frame: Frame) -> None:
-        """Send a frame to every process that receives reports about other ranks. Frames of the kinds `regroup` and
-        `approach` are also stored for processes that begin to receive reports later."""
-        if frame.kind == "approach":
+        """Send a frame to every process that receives reports about other ranks. Frames of the kinds `regroup`,
+        `approach` and `proposal` are also stored for processes that begin to receive reports later."""
+        if frame.kind in ("approach", "proposal"):
             self._approaches.append(frame)
         if frame.kind == "regroup":
             self._regrouped = frame

@@ -142,6 +142,7 @@ class Recovery:
         self._optimizers.buffers.release()
         self._attachments.clear()
         self._events.on_end.clear()
+        self._ranks.requests.forget_proposals()
         for optimizer, part in parts.items():
             self._checkpoints.keep(optimizer, part)
 
