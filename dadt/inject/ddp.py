@@ -84,7 +84,7 @@ class Wrappers:
             return True
         world, others = self._ranks.world, [o for o in self._optimizers if o is not optimizer]
         size = hybrid.shard_size(optimizer, modules, world.world_size)
-        if size == 0 or self._runtime.replay.possible or size != (world.shard_size or size):
+        if size == 0 or size != (world.shard_size or size):
             return False
         if not world.shard_size:
             if self._ranks.connection is not None or others:

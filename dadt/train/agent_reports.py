@@ -23,14 +23,21 @@ class AgentReports:
         """Start to receive the agent's reports. Does nothing if already started."""
         ranks = self._ranks
         if ranks.control is not None and not ranks.alone and not ranks.deaths.listening:
-            # An exchange connects not all ranks in islands, and belongs to no step with `local`.
-            if ranks.world.parts > 1 or ranks.config.algorithm == "local":
-                newest = partial(ranks.deaths.await_newer, 0, 0.0)
-                ranks.requests.agree_by(CommonStep(ranks.control.exchange, newest))
             ranks.deaths.listening = ranks.control.listen(self._hear)
+
+    def _find_steps(self) -> None:
+        """Let ranks find common steps over the launcher, if an exchange does not connect all of them, as in islands, or
+        belongs to no step, as with `local`. A mesh of the script's own may divide ranks after this rank has begun to
+        listen."""
+        ranks = self._ranks
+        if ranks.control is not None and (ranks.world.parts > 1 or ranks.config.algorithm == "local"):
+            newest = partial(ranks.deaths.await_newer, 0, 0.0)
+            ranks.requests.agree_by(CommonStep(ranks.control.exchange, newest, ranks.step))
 
     def _hear(self, frame: Frame) -> None:
         ranks, requests = self._ranks, self._ranks.requests
+        if not requests.finds_steps:
+            self._find_steps()
         if frame.kind == "preempted":
             ranks.deaths.preempted = True
         elif frame.kind == "approach":

@@ -51,10 +51,11 @@ class CommonStep:
     """One rank's part in finding such steps. `find` runs on the thread that listens to the agent, `stepped` on the
     training thread."""
 
-    def __init__(self, exchange: Exchange, newest: Callable[[], int]) -> None:
-        """newest: function that returns the number of the newest generation that this rank has heard of."""
+    def __init__(self, exchange: Exchange, newest: Callable[[], int], step: int) -> None:
+        """newest: function that returns the number of the newest generation that this rank has heard of. step: number
+        of steps that this rank has completed."""
         self._exchange, self._newest = exchange, newest
-        self._step = 0
+        self._step = step
         """Number of steps that this rank has completed."""
         self._searches = 0
         """Number of steps that are being found."""

@@ -24,6 +24,11 @@ class Requests:
         self._proposals: dict[str, Due] = {}
         """What ranks have proposed to do together, by key, with the step after which all do it."""
 
+    @property
+    def finds_steps(self) -> bool:
+        """Whether ranks find steps over the launcher after which all of them act."""
+        return self._common_step is not None
+
     def agree_by(self, common_step: CommonStep) -> None:
         """Find by this the steps after which all ranks act, since their exchanges do not connect all of them."""
         self._common_step = common_step

@@ -17,9 +17,10 @@ dist.init_process_group("gloo")
 number, (kind, dies) = int(os.environ["DADT_RANK"]), sys.argv[1:]
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 1200), nn.Dropout(0.1), nn.ReLU(), nn.Linear(1200, 600), nn.Linear(600, 3))
-if kind == "fsdp2":
+if kind in ("fsdp2", "hsdp"):
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "shards")) if kind == "hsdp" else None
     for layer in (model[0], model[3], model):
-        fully_shard(layer)
+        fully_shard(layer, mesh=mesh)
 elif kind in ("fsdp1", "flat"):
     wrapped = lambda module, recurse, **_: recurse or isinstance(module, nn.Linear)
     cpu = torch.device("cpu")
@@ -37,7 +38,7 @@ for step in range(24):
     optimizer.zero_grad()
     loss = model(torch.randn(4, 8, generator=drawn)).pow(2).mean()
     loss.backward()
-    if kind == "fsdp2":
+    if kind in ("fsdp2", "hsdp"):
         norms += float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
     elif kind in ("fsdp1", "flat"):
         norms += model.clip_grad_norm_(0.5).item()
@@ -91,6 +92,19 @@ def test_a_resumed_job_ends_with_the_same_bits(launch, kind: str, options: tuple
     assert "resumed: 16 steps replayed" in resumed.err and "the checkpoint is one of" not in resumed.err
 
 
+@pytest.mark.parametrize("options", [(), pytest.param(("--algorithm", "sync"), marks=pytest.mark.slow)])
+def test_a_script_whose_mesh_spans_hosts_goes_on_too(launch, options: tuple[str, ...]) -> None:
+    hybrid = ["-np", "4", "--warmup-steps", "5", *options]
+    without = launch(SCRIPT, *hybrid, "train.py", "hsdp", "-1")
+    expected = ends(without)
+    assert len(expected) == 4 and "averaged between the 2 rows by --algorithm" in without.err
+    whole = launch(SCRIPT, *hybrid, "--snapshot-every", "8steps", "train.py", "hsdp", "-1")
+    assert ends(whole) == expected
+    resumed = launch(SCRIPT, *hybrid, "--resume", whole.job, "train.py", "hsdp", "-1")
+    assert ends(resumed) == expected
+    assert "resumed: 16 steps replayed" in resumed.err
+
+
 @pytest.mark.slow
 def test_snapshots_change_nothing(launch) -> None:
     without = launch(SCRIPT, *OPTIONS, "train.py", "fsdp2", "-1")
@@ -130,7 +144,7 @@ def test_fewer_islands_go_on_with_the_data_of_all(launch) -> None:
 
 
 def test_islands_of_another_size_are_refused(launch) -> None:
-    script = SCRIPT.replace('kind == "fsdp2"', "False").replace('kind == "ddp"', "True")
+    script = SCRIPT.replace('kind in ("fsdp2", "hsdp")', "False").replace('kind == "ddp"', "True")
     whole = launch(script, "-np", "2", "--snapshot-every", "8steps", "train.py", "fsdp2", "-1")
     assert whole.code == 0, whole.err
     other = launch(script, "-np", "2", "--island", "2", "--resume", whole.job, "train.py", "fsdp2", "-1")

@@ -104,7 +104,7 @@ class Others:
         return answer
 
     def common_step(self) -> CommonStep:
-        return CommonStep(self.exchange, lambda: self.generation)
+        return CommonStep(self.exchange, lambda: self.generation, 0)
 
 
 def test_the_signal_comes_after_the_step_that_nobody_has_completed() -> None:

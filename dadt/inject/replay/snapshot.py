@@ -119,8 +119,9 @@ class StoredSnapshot:
             if runtime.script.knows_rank:
                 self._own.pop("counts", None)
         told = parts[source.common if source.own is None else source.own]
-        if told["parts"] != (mine := runtime.ranks.world.parts):
-            raise NotResumed(f"the snapshot is one of {islands(told['parts'])}, and this job has {islands(mine)}")
+        self._ranks, self._parts = runtime.ranks, told["parts"]
+        if runtime.ranks.world.island_size:
+            self._check_parts()
         if not runtime.ranks.config.force:
             check(told)
         self.is_exact = source.is_exact
@@ -140,6 +141,12 @@ class StoredSnapshot:
         self.log = folder.parent / f"replayed-rank{rank}.log"
         """Path of a file for the script's output during the replay."""
 
+    def _check_parts(self) -> None:
+        """Raise NotResumed if ranks hold other parts of the model than those that took the snapshot. A mesh of the
+        script's own that divides ranks is known once the script has sharded its model."""
+        if self._parts != (mine := self._ranks.world.parts):
+            raise NotResumed(f"the snapshot is one of {islands(self._parts)}, and this job has {islands(mine)}")
+
     def further(self) -> bool:
         """Called when the replay has reached its goal. Returns whether the goal has moved on to a later step, which a
         snapshot's never does."""
@@ -148,6 +155,7 @@ class StoredSnapshot:
     def state(self, mine: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return this rank's own state at the goal, and the state that all ranks have in common. mine: the tensors of
         the script's modules, some of which may be used as they are. Raises NotResumed."""
+        self._check_parts()
         found, size = base.complete(self._root, self._common.get("base", {}), mine)
         if size:
             self._say(
