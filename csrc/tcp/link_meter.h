@@ -15,7 +15,7 @@ struct LinkCounts {
   uint64_t sent = 0;      // bytes sent by this rank that were acknowledged
   uint64_t received = 0;  // bytes received from the other rank
   uint64_t resent = 0;    // bytes that were sent again; always 0 before Linux 4.19
-  double busy = 0;        // seconds in which bytes were in transfer and the other rank had room for more
+  double busy = 0;        // seconds in which bytes were in transfer, and not held up by a slow reader
   double round_trip = 0;  // current round trip in seconds
   uint64_t queued = 0;    // bytes that currently wait in the kernel to be sent
   double at = 0;          // time of this reading, in seconds of the monotonic clock
