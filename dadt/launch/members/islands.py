@@ -17,13 +17,6 @@ def with_islands(ranks: Collection[int], slots: Sequence[Slot]) -> Collection[in
     return sorted({rank - rank % size + i for rank in ranks for i in range(size)}) if size else ranks
 
 
-def that_join(members: Sequence[Member], slots: Sequence[Slot], rank: int) -> Collection[int]:
-    """Return this rank, whose new worker has claimed its place, together with all others of its island; none if others
-    have not claimed theirs. members: all ranks of the job, by number."""
-    ranks = with_islands([rank], slots)
-    return ranks if all(members[each].claimed and not members[each].ended for each in ranks) else []
-
-
 def has_lost_host(island: Collection[Member], slots: Sequence[Slot], nodes: Sequence[Node]) -> bool:
     """Return whether a host of these ranks is gone, so that they cannot be started anew where they were."""
     return any(nodes[slots[member.rank].cross_rank].ended for member in island)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from signal import SIGKILL
 
 from dadt.config import Config
@@ -20,7 +19,7 @@ from dadt.launch.hosts.slot import Slot
 from dadt.launch.members.early_exits import EarlyExits
 from dadt.launch.members.generation import regroup
 from dadt.launch.members.handovers import Handovers
-from dadt.launch.members.islands import has_lost_host, is_ahead_of_waiting, that_join, with_islands
+from dadt.launch.members.islands import has_lost_host, is_ahead_of_waiting, with_islands
 from dadt.launch.members.joining import Joining
 from dadt.launch.members.member import Member
 from dadt.launch.members.node import Node
@@ -193,10 +192,9 @@ class Membership:
         member.pid, member.claimed = event.frame["pid"], True
         member.sign("has begun to train", now)
         awaited = self._apart or self._handovers.awaits(member.rank, self._rendezvous.generation)
-        come = partial(that_join, self._rendezvous.members, self._slots) if self._apart else self._handovers.come
         if member.lost and (self._told_to_end or not awaited):
             self.kill(member.rank, now)  # the other ranks continued without this worker
-        elif member.lost and (ranks := come(member.rank)):
+        elif member.lost and (ranks := [member.rank] if self._apart else self._handovers.come(member.rank)):
             joining = [self._rendezvous.members[rank] for rank in ranks]
             why = f"{' and '.join(each.placed for each in joining)} {'join' if len(joining) > 1 else 'joins'}"
             self._rendezvous.join(joining, why, now)
@@ -268,7 +266,7 @@ class Membership:
                 self._joining.turn(now)
         elif self._apart and (new := [member for member in present if member.joined and not member.finished]):
             why = f"rank {new[0].rank} ({new[0].place}) leaves, as those that began the job are at their end"
-            self._leave_out(with_islands([member.rank for member in new], self._slots), why, now)
+            self._leave_out([member.rank for member in new], why, now)
 
     @property
     def _at_end(self) -> bool:
