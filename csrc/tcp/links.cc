@@ -29,6 +29,9 @@ constexpr double kLeastQueued = 224 * 1024;
 constexpr double kAssumedRate = 125e6;  // speed of a link in bytes per second before it is known
 // Bytes of the smallest and the largest limit of one connection.
 constexpr double kLeastWindow = 14 * 1024, kLargestWindow = 64 << 20;
+// A window of fewer packets makes a sender wait for a timer before each of them. Within a host a packet has
+// 64 KiB.
+constexpr size_t kLeastPackets = 2;
 
 // The header of a notice, which precedes its text.
 struct NoticeHead {
@@ -275,7 +278,9 @@ void Links::share_windows(const std::vector<uint64_t>& rates) {
     const double trip = streams_[rank].shortest_round_trip();
     const double travels = kRoundTrips * (rate > 0 ? rate : kAssumedRate) * trip;
     const double window = (travels + std::max(kLeastQueued, kQueued * rate)) / others;
-    windows[rank] = static_cast<size_t>(std::clamp(window, kLeastWindow, kLargestWindow));
+    const double least =
+        std::max(kLeastWindow, static_cast<double>(kLeastPackets * streams_[rank].segment_bytes()));
+    windows[rank] = static_cast<size_t>(std::clamp(window, least, kLargestWindow));
     streams_[rank].limit_window(windows[rank]);
   }
   meter_.limit(std::move(windows));

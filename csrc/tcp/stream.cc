@@ -326,6 +326,10 @@ double Stream::shortest_round_trip() const {
   return sockets_.empty() ? 0 : 1e-6 * tcp_info_of(sockets_[0].descriptor).min_rtt;
 }
 
+size_t Stream::segment_bytes() const {
+  return sockets_.empty() ? 0 : tcp_info_of(sockets_[0].descriptor).advmss;
+}
+
 bool Stream::add_to(std::vector<pollfd>& polled, short events) {
   const bool reads = (events & POLLIN) != 0;
   if (reads && early_at_ < early_.size()) return true;

@@ -64,6 +64,8 @@ class Stream {
   Traffic traffic() const;
   // Returns the shortest round trip of recent minutes, in seconds, as the kernel measures it.
   double shortest_round_trip() const;
+  // Returns the largest number of bytes that the other side sends in one packet.
+  size_t segment_bytes() const;
 
   // Limits how many bytes, at least 1, the other side may have in flight. There must be a single socket.
   void limit_window(size_t bytes);

@@ -187,7 +187,7 @@ TEST(TcpLinkSpeed, IsThatOfTheFastestSpanInTheSlowerDirection) {
 }
 
 TEST(TcpLinks, RanksTogetherHaveFewBytesInFlightToOne) {
-  for (int world_size : {2, 3, 5}) {
+  for (int world_size : {2, 4}) {
     const auto sockets = meshes(world_size, 1);
     spawn(world_size, [&](int rank) {
       Links links(rank, sockets[rank]);
@@ -222,8 +222,9 @@ TEST(TcpLinks, RanksTogetherHaveFewBytesInFlightToOne) {
         if (world_size == 2) {
           EXPECT_GT(found, kMany);
         } else if (has_slow) {
-          const int slow = rank == 0 ? world_size - 1 : 1;
-          EXPECT_NEAR(found, (kFew * slow + kMany * (world_size - 1 - slow)) / (world_size - 1), kMany / 4);
+          const int others = world_size - 1, slow = rank == 0 ? others : 1;
+          const int few = std::max(kFew / others, 2 * 65'483);  // two packets of this host's at least
+          EXPECT_NEAR(found, few * slow + kMany / others * (others - slow), kMany / 4);
         } else {
           EXPECT_NEAR(found, kMany, kMany / 4);
         }
