@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dadt.comm import plain
 from dadt.config.check import round_steps
-from dadt.inject.replay.everyone import gather_from_all
+from dadt.errors import PeerLost
 from dadt.train.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -43,8 +43,17 @@ class Pace:
         ranks = self._runtime.ranks
         took = (self._times[-1] - self._times[0]) / max(len(self._times) - 1, 1)
         text = plain.encode(took, "the time of a step")
-        others = None if ranks.alone else gather_from_all(ranks, f"time of a step at {ranks.step}", text)
-        self._asked = ranks.step, took, others
+        self._asked = ranks.step, took, None if ranks.alone else self._gather(text)
+
+    def _gather(self, text: bytes) -> Gathering:
+        """Gather from all ranks of the job. If ranks are lost meanwhile, connect anew, and gather from those that are
+        left, as all of these do."""
+        ranks = self._runtime.ranks
+        while True:
+            try:
+                return ranks.gather_from_all(f"time of a step at {ranks.step}", text)
+            except PeerLost as error:
+                ranks.regroup(error)
 
     def told(self, *, at_once: bool) -> tuple[int, int] | None:
         """Return the number of steps between two snapshots, and the step of the next one. Return None if no exchange is

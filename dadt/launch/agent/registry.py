@@ -15,8 +15,8 @@ from dadt.launch.agent.actions import AgentOutbox, NoteWritten, RemoveHalves, Re
 from dadt.launch.ending.processes import Process
 
 STACKS_FILE = re.compile(r"stacks-[0-9]+")
-MOST_APPROACHES = 1024
-"""Largest number of requests of replacement workers that are stored for processes which do not receive reports yet."""
+MOST_LASTING = 1024
+"""Largest number of requests to join and proposals that are stored for processes which do not receive reports yet."""
 KEPT = 64
 """Largest number of folders with incomplete files that are remembered for a rank."""
 
@@ -105,7 +105,7 @@ class WorkerRegistry:
         more. If it fails instead, the job ends or the next rank takes over."""
         self._regrouped: Frame | None = None
         """The latest `regroup` frame, which says which ranks train now; None before the first."""
-        self._approaches: deque[Frame] = deque(maxlen=MOST_APPROACHES)
+        self._lasting: deque[Frame] = deque(maxlen=MOST_LASTING)
         """Requests of replacement workers to join, and proposals of ranks, since the latest `regroup` frame, stored for
         processes that begin to receive reports later."""
         self.failed: set[int] = set()
@@ -134,10 +134,10 @@ class WorkerRegistry:
         """Send a frame to every process that receives reports about other ranks. Frames of the kinds `regroup`,
         `approach` and `proposal` are also stored for processes that begin to receive reports later."""
         if frame.kind in ("approach", "proposal"):
-            self._approaches.append(frame)
+            self._lasting.append(frame)
         if frame.kind == "regroup":
             self._regrouped = frame
-            self._approaches.clear()  # after a regroup, the launcher repeats requests to join that are still unanswered
+            self._lasting.clear()  # after a regroup, the launcher repeats requests to join that are still unanswered
             for rank in self._ranks.keys() & set(frame["firsts"]):
                 self.first, self._first_ended = self._ranks[rank], False
         for line in [line for line in self.lines.values() if line.listens]:
@@ -256,7 +256,7 @@ class WorkerRegistry:
 
     def _listen(self, saying: Saying) -> None:
         saying.line.listens = True
-        for frame in [*filter(None, [self._regrouped]), *self._approaches]:
+        for frame in [*filter(None, [self._regrouped]), *self._lasting]:
             self._outbox.answer(saying.line.number, frame)
 
     def _writes(self, saying: Saying) -> None:
