@@ -46,7 +46,7 @@ def test_it_knows_nothing_of_dadt(name: str) -> None:
 
 
 def test_plain_python(tmp_path: Path) -> None:
-    done = run([sys.executable, str(SCRIPT), "--epochs", "1"], tmp_path)
+    done = run([forkserver.python(), str(SCRIPT), "--epochs", "1"], tmp_path)
     assert done.returncode == 0, done.stdout
     assert "dadt" not in done.stdout
     assert accuracies(done.stdout)[-1] > 0.85
@@ -54,7 +54,7 @@ def test_plain_python(tmp_path: Path) -> None:
 
 
 def test_wrong_folder_gets_one_sentence(tmp_path: Path) -> None:
-    done = run([sys.executable, str(SCRIPT), "--data", "nowhere"], tmp_path)
+    done = run([forkserver.python(), str(SCRIPT), "--data", "nowhere"], tmp_path)
     assert done.returncode == 1
     assert len(done.stdout.splitlines()) == 1
     assert "no digits in nowhere" in done.stdout
