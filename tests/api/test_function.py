@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from harness import lightened
 from harness.patience import PATIENCE, await_that
 
 import dadt
@@ -17,7 +18,7 @@ HEAD = "import os, sys\nimport dadt\n"
 
 
 def python(folder, code: str, **options) -> subprocess.CompletedProcess[str]:
-    (folder / "main.py").write_text(HEAD + code)
+    (folder / "main.py").write_text(HEAD + lightened(code))
     return subprocess.run(
         [sys.executable, "main.py"], cwd=folder, capture_output=True, text=True, timeout=PATIENCE, **options
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 import pytest
-from harness import ROOT
+from harness import ROOT, forkserver
 from harness.patience import PATIENCE
 from harness.run import DADT
 
@@ -26,7 +26,7 @@ from dadt_cli import COMMANDS, dadt_command
 
 
 def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*DADT, *arguments], capture_output=True, text=True, timeout=PATIENCE)
+    return subprocess.run([forkserver.dadt(), *arguments], capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_help_imports_neither_torch_nor_numpy_nor_rich():
@@ -119,7 +119,7 @@ def complete(*words: str, shell: str = "bash") -> list[str]:
     """What the shell offers when TAB is hit behind the last word."""
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell}")
-    path = f"{Path(DADT[0]).parent}{os.pathsep}{os.environ['PATH']}"
+    path = f"{Path(forkserver.dadt()).parent}{os.pathsep}{os.environ['PATH']}"
     command = {
         "bash": ["bash", "-c", BASH, "bash", *words],
         "fish": ["fish", "--no-config", "-c", FISH, " ".join(words)],

@@ -6,7 +6,7 @@ import json
 import subprocess
 
 import pytest
-from harness.run import DADT
+from harness import forkserver
 from harness.trace import check_format
 
 TRAIN = """\
@@ -41,7 +41,7 @@ def test_a_job_leaves_one_file(launch, tmp_path, executor):
         assert {f"step {step}, bucket {bucket}" for step in range(12) for bucket in (0, 1)} <= buckets
         assert {event["name"] for event in mine if event.get("cat") == "stage"} == stages
         assert {event["cat"] for event in mine if event["ph"] == "b"} == {"queue"}
-    done = subprocess.run([*DADT, "timeline", str(path)], capture_output=True, text=True)
+    done = subprocess.run([forkserver.dadt(), "timeline", str(path)], capture_output=True, text=True)
     assert done.returncode == 0 and "time per step" in done.stdout, done.stderr
 
 
@@ -50,7 +50,7 @@ def test_a_job_that_failed_leaves_what_each_rank_has_recorded(launch, tmp_path):
     result = launch(TRAIN.format(fail=6), "-np", "2", "--timeline", "t.json", "train.py")
     assert result.code == 1
     assert sorted(p.name for p in tmp_path.glob("t.json*")) == ["t.json.rank0", "t.json.rank1"]
-    done = subprocess.run([*DADT, "timeline", str(tmp_path / "t.json")], capture_output=True, text=True)
+    done = subprocess.run([forkserver.dadt(), "timeline", str(tmp_path / "t.json")], capture_output=True, text=True)
     assert done.returncode == 0 and "reading its 2 parts" in done.stdout, done.stderr
 
 
@@ -66,5 +66,5 @@ def test_a_place_that_cannot_be_is_refused_before_anything_starts(launch, tmp_pa
 @pytest.mark.parametrize("name", ["train.py", "missing.json"])
 def test_a_wrong_file_is_one_sentence(tmp_path, name):
     (tmp_path / "train.py").write_text("import torch\n")
-    done = subprocess.run([*DADT, "timeline", name], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([forkserver.dadt(), "timeline", name], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith(f"dadt: {name}: ") and done.stderr.count("\n") == 1

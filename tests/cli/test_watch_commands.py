@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from harness import forkserver
 from harness.patience import PATIENCE, await_that
-from harness.run import DADT, FOLDERS, Run, is_running, left_of
+from harness.run import FOLDERS, Run, is_running, left_of
 
 from dadt_cli.terminal import console
 from dadt_cli.terminal.table import fitting
@@ -48,7 +49,7 @@ IGNORE = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
 def dadt(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*DADT, *arguments], cwd=cwd, capture_output=True, text=True, timeout=PATIENCE)
+    return subprocess.run([forkserver.dadt(), *arguments], cwd=cwd, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def begin(start, script: str = "", *arguments: str) -> Run:
@@ -187,7 +188,7 @@ def test_logs_come_with_their_rank(start):
 
 def test_logs_are_followed_until_the_job_ends(start):
     run = begin(start)
-    follower = subprocess.Popen([*DADT, "logs", "-f", run.job], stdout=subprocess.PIPE, text=True)
+    follower = subprocess.Popen([forkserver.dadt(), "logs", "-f", run.job], stdout=subprocess.PIPE, text=True)
     assert follower.stdout is not None
     assert sorted(follower.stdout.readline() for _ in range(2)) == ["[0] hello of 0\n", "[1] hello of 1\n"]
     (run.folder / "go").touch()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import forkserver, lightened
 from harness.job import starter
 from harness.patience import PATIENCE
 
@@ -104,8 +105,9 @@ def test_under_torchrun(tmp_path: Path, end: str) -> None:
 
 @pytest.mark.parametrize("end", [DESTROY, "pass"], ids=["", "group forgotten"])
 def test_under_dadt_run_without_an_import(tmp_path: Path, end: str) -> None:
-    command = starter("dadt run", 2, alone=end != DESTROY)  # what is left to the end of the interpreter
-    _trained(run(tmp_path, toy(BY_ENVIRONMENT, CALL, imported=False, end=end), command))
+    alone = end != DESTROY  # what is left to the end of the interpreter
+    script = toy(BY_ENVIRONMENT, CALL, imported=False, end=end)
+    _trained(run(tmp_path, lightened(script) if alone else script, starter("dadt run", 2, alone)))
 
 
 DYING = """
@@ -126,7 +128,7 @@ def test_a_dead_rank_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(DYING)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "train.py"],
+            [forkserver.python(), "train.py"],
             cwd=tmp_path,
             env={**os.environ, **variables, "RANK": str(rank)},
             stdout=subprocess.PIPE,

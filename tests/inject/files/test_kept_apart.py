@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import lightened
 from harness.job import starter
 from harness.patience import PATIENCE
 
@@ -40,10 +41,12 @@ def train():
 @pytest.fixture
 def job(tmp_path: Path):
     def run(script: str, *flags: str, code: int = 0, first: str = "", last: str = "") -> tuple[list[Any], str]:
-        """What each rank has printed as JSON, and what DADT has said. first: what comes before `import torch`. last:
-        an argument of the script."""
-        (tmp_path / "train.py").write_text(first + HEAD + textwrap.dedent(script))
-        command = [*starter("dadt run", 2, alone=first != ""), *flags, "train.py", last]
+        """What each rank has printed as JSON, and what DADT has said. first: what comes before `import torch`, in a
+        Python of its own if it is seen to ask for the rank. last: an argument of the script."""
+        text = first + HEAD + textwrap.dedent(script)
+        alone = "RANK" in first
+        (tmp_path / "train.py").write_text(lightened(text) if alone else text)
+        command = [*starter("dadt run", 2, alone), *flags, "train.py", last]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == code, done.stderr
         told = [json.loads(line[4:]) for line in sorted(done.stdout.splitlines()) if line[:4] in ("[0] ", "[1] ")]
