@@ -27,10 +27,17 @@ def _main(body: Callable[..., Any], rank: int, world_size: int, pipe: Connection
         pipe.send((None, traceback.format_exc()))
 
 
+PRELOADED = (
+    *("torch._dynamo", "torch.distributed.optim"),  # what every optimizer loads, and DDP
+    *("dadt.comm.backend.rendezvous", "dadt.comm.collectives.named", "dadt.comm.executors.hierarchical"),
+    *("pytest", "numpy.typing", "dadt_cli.report.timeline"),  # of the modules of tests that ranks import
+)
+
+
 def fresh_processes() -> Any:
-    """For ranks that need torch: forked off a process that has nothing but it, which is much cheaper than `spawn`."""
+    """Forked off a process that has torch and nothing but it that the ranks could change: much cheaper than `spawn`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.optim"])  # what every optimizer loads, and DDP
+    context.set_forkserver_preload([*PRELOADED])
     return context
 
 
@@ -68,10 +75,12 @@ def _into(path: Path, main: Callable[..., None], arguments: tuple[Any, ...]) -> 
     main(*arguments)
 
 
-def spawn(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = PATIENCE) -> list[Any]:
+def spawn(
+    world_size: int, body: Callable[..., Any], *args: Any, timeout: float = PATIENCE, alone: bool = False
+) -> list[Any]:
     """What body(engine, rank, world_size, *args) returns in a process of its own for each rank. None for a rank
-    that died without a word. `timeout` is the engines'."""
-    context = multiprocessing.get_context("spawn")
+    that died without a word. `timeout` is the engines'. alone: Python is started for each, so that none has torch."""
+    context = multiprocessing.get_context("spawn") if alone else fresh_processes()
     pipes = [context.Pipe() for _ in range(world_size)]
     processes = [
         context.Process(target=_main, args=(body, rank, world_size, pipes[rank][1], timeout, args), daemon=True)
