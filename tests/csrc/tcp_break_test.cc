@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <numeric>
 #include <random>
 
@@ -29,7 +30,10 @@ TEST_P(StreamBreak, EveryByteComesOnce) {
     }
     Stream from(1, ones), to(0, others);
     std::vector<uint8_t> want(kBytes), memory, got(kBytes);
-    for (uint8_t& each : want) each = static_cast<uint8_t>(random());
+    for (size_t i = 0; i < kBytes; i += sizeof(uint32_t)) {
+      const uint32_t four = random();
+      std::memcpy(want.data() + i, &four, sizeof four);
+    }
     memory = want;
     size_t begun = 0, received = 0;  // where the operation begins
     while (received < kBytes) {

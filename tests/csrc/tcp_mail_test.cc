@@ -156,9 +156,9 @@ TEST(TcpMailBreak, ALongMessageIsContinuedHoweverOften) {
   LastingRanks ranks(2, 1);
   Cutter cutter(ranks, 1000);
   int broken = 0;  // messages during which connections were replaced several times
+  Bytes sent = message(24 << 20, 0), got(sent.size());
   for (size_t i = 0; i < 200 && broken < 3; ++i) {
-    const Bytes sent = message(24 << 20, i);
-    Bytes got(sent.size());
+    for (size_t at = i; at < sent.size(); at += 4099) ++sent[at];
     const int before = ranks.replaced();
     const auto receive = ranks.mail(1).receive(got.data(), got.size(), 0, 0);
     const auto send = ranks.mail(0).send(sent.data(), sent.size(), 1, 0);

@@ -31,8 +31,13 @@ Floats random_floats(const std::vector<size_t>& counts, int seed) {
   std::normal_distribution<float> normal;
   Floats tensors;
   for (size_t count : counts) {
-    tensors.emplace_back(count);
-    for (float& x : tensors.back()) x = normal(random);
+    std::vector<float>& tensor = tensors.emplace_back(count);
+    size_t filled = std::min(
+        count, size_t{4099});  // a prime: what is copied to another place is not what should be there
+    std::generate_n(tensor.begin(), filled, [&] { return normal(random); });
+    for (; filled < count; filled *= 2) {
+      std::copy_n(tensor.begin(), std::min(filled, count - filled), tensor.begin() + filled);
+    }
   }
   return tensors;
 }
@@ -196,7 +201,7 @@ TEST(TcpLinks, RanksTogetherHaveFewBytesInFlightToOne) {
       uint32_t number = 0;
       // The bytes that all others may have in flight to this rank, after it has read many.
       const auto in_flight = [&] {
-        Floats tensors = random_floats({1'000'000}, rank);
+        Floats tensors{std::vector<float>(1'000'000, rank)};
         Operation operation = allreduce(DType::kFloat32, tensors, tensors);
         operation.kind = Kind::kBroadcast;
         for (operation.root = 0; operation.root < world_size; ++operation.root) {
