@@ -119,7 +119,7 @@ def test_a_small_value_beside_great_ones_arrives_in_time(name):
         ("tcp", "012"),
         ("gloo", "012"),
         ("hierarchical:tcp", "0011"),
-        ("hierarchical:gloo", "0011"),
+        pytest.param("hierarchical:gloo", "0011", marks=pytest.mark.slow),
         ("nccl's way", "000"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import inspect
@@ -117,7 +118,7 @@ def passes(make, epochs: int, dropout: bool = True):
 
     def script(runtime):
         loader = make()
-        read = []
+        read, before = [], len(getattr(runtime, "draws", ()))
         for _ in range(epochs):
             read.append([])
             for index, _ in loader:
@@ -128,50 +129,60 @@ def passes(make, epochs: int, dropout: bool = True):
                 runtime.train()
                 read[-1].append(torch.as_tensor(index).reshape(-1).tolist())
         lengths = len(loader)
-        return read, getattr(runtime, "draws", None), lengths, getattr(runtime, "warned", None)
+        return read, getattr(runtime, "draws", [])[before:], lengths, getattr(runtime, "warned", None)
 
     return script
 
 
+def of_each_sampler(workers: int, epochs: int, draw: bool):
+    """A script with a loader for each kind. With workers for some of them, as a sampler is iterated before those."""
+    few = ("shuffle", "own numpy", "batch sampler", "no batch")
+    kinds = few if workers else SAMPLERS
+
+    def make(kind):
+        return DataLoader(Numbers(21, draw), num_workers=workers, **SAMPLERS[kind](21))
+
+    scripts = {kind: passes(functools.partial(make, kind), epochs, draw) for kind in kinds}
+    return lambda runtime: {kind: script(runtime) for kind, script in scripts.items()}
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_shares_are_the_single_process_order(kind, workers, tmp_path):
+def test_shares_are_the_single_process_order(workers, tmp_path):
     """Without draws between batches, ranks joined read exactly what the single process reads, in its order."""
-    n = 21
-    make = lambda: DataLoader(Numbers(n, False), num_workers=workers, **SAMPLERS[kind](n))  # noqa: E731
-    alone, _, alone_length, _ = single(passes(make, 3, dropout=False))
-    answers = ranks(SIZE, passes(make, 3, dropout=False), tmp_path)
-    assert all(not warned for _, _, _, warned in answers)
-    for epoch in range(3):
-        batches = [read[epoch] for read, _, _, _ in answers]
-        assert {len(mine) for mine in batches} == {length for _, _, length, _ in answers}
-        order = list(itertools.chain(*alone[epoch]))
-        steps = len(batches[0])
-        draws = [draws[epoch * steps : (epoch + 1) * steps] for _, draws, _, _ in answers]
-        joined = [i for k in range(steps) for rank in range(SIZE) for i in batches[rank][k][: draws[rank][k][0]]]
-        assert joined == order
-    assert len(answers[0][0][0]) < alone_length
+    script = of_each_sampler(workers, 3, draw=False)
+    every = ranks(SIZE, script, tmp_path)
+    for kind, (alone, _, alone_length, _) in single(script).items():
+        answers = [answer[kind] for answer in every]
+        assert all(not warned for _, _, _, warned in answers), kind
+        for epoch in range(3):
+            batches = [read[epoch] for read, _, _, _ in answers]
+            assert {len(mine) for mine in batches} == {length for _, _, length, _ in answers}, kind
+            order = list(itertools.chain(*alone[epoch]))
+            steps = len(batches[0])
+            draws = [draws[epoch * steps : (epoch + 1) * steps] for _, draws, _, _ in answers]
+            joined = [i for k in range(steps) for rank in range(SIZE) for i in batches[rank][k][: draws[rank][k][0]]]
+            assert joined == order, kind
+        assert len(answers[0][0][0]) < alone_length, kind
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_order_is_common_with_dropout(kind, workers, tmp_path):
+def test_order_is_common_with_dropout(workers, tmp_path):
     """Draws of the script's own between batches differ by rank and do not disturb what is read: no loss."""
-    n = 21
-    make = lambda: DataLoader(Numbers(n), num_workers=workers, **SAMPLERS[kind](n))  # noqa: E731
-    answers = ranks(SIZE, passes(make, 2), tmp_path)
-    assert all(not warned for _, _, _, warned in answers)
-    for epoch in range(2):
-        steps = len(answers[0][0][epoch])
-        got = [
-            i
-            for read, draws, _, _ in answers
-            for k in range(steps)
-            for i in read[epoch][k][: draws[epoch * steps + k][0]]
-        ]
-        assert len(got) == n
-        if kind not in ("replacement", "weighted"):
-            assert sorted(got) == list(range(n))
+    every = ranks(SIZE, of_each_sampler(workers, 2, draw=True), tmp_path)
+    for kind in every[0]:
+        answers = [answer[kind] for answer in every]
+        assert all(not warned for _, _, _, warned in answers), kind
+        for epoch in range(2):
+            steps = len(answers[0][0][epoch])
+            got = [
+                i
+                for read, draws, _, _ in answers
+                for k in range(steps)
+                for i in read[epoch][k][: draws[epoch * steps + k][0]]
+            ]
+            assert len(got) == 21, kind
+            if kind not in ("replacement", "weighted"):
+                assert sorted(got) == list(range(21)), kind
 
 
 @pytest.mark.parametrize("n", [3, 17, 24])

@@ -58,14 +58,14 @@ class Ranged(Numbers):
 def passes(make, epochs: int = 2):
     def script(runtime):
         loader = make()
-        read = []
+        read, before = [], len(getattr(runtime, "draws", ()))
         for _ in range(epochs):
             read.append([])
             for batch in loader:
                 torch.rand(1), random.random()
                 runtime.train()
                 read[-1].append(torch.as_tensor(batch).reshape(-1).tolist())
-        return read, getattr(runtime, "draws", None), getattr(runtime, "said", None)
+        return read, getattr(runtime, "draws", [])[before:], getattr(runtime, "said", None)
 
     return script
 
@@ -79,27 +79,35 @@ def real(answer, epoch: int, epochs: int = 2) -> list[int]:
     return [i for batch, count in zip(read[epoch], counts, strict=True) if count for i in batch]
 
 
+def of_each_length(lengths, **given):
+    """A script with a loader for each length of the data."""
+    loaders = {n: lambda n=n: DataLoader(Numbers(0, n), **given) for n in lengths}
+    return lambda runtime: {n: passes(make)(runtime) for n, make in loaders.items()}
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("n", [0, 1, 2, 7, 12, 25])
 @pytest.mark.parametrize("size", [2, 3])
-def test_all_samples_once_and_equal_steps(n, workers, size, tmp_path):
-    make = lambda: DataLoader(Numbers(0, n), batch_size=2, num_workers=workers)  # noqa: E731
-    answers = ranks(size, passes(make), tmp_path)
-    for epoch in range(2):
-        assert len({len(read[epoch]) for read, _, _ in answers}) == 1
-        assert sorted(i for answer in answers for i in real(answer, epoch)) == list(range(n))
+def test_all_samples_once_and_equal_steps(workers, size, tmp_path):
+    lengths = (0, 1, 2, 7, 12, 25)
+    every = ranks(size, of_each_length(lengths, batch_size=2, num_workers=workers), tmp_path)
+    for n in lengths:
+        answers = [answer[n] for answer in every]
+        for epoch in range(2):
+            assert len({len(read[epoch]) for read, _, _ in answers}) == 1, n
+            assert sorted(i for answer in answers for i in real(answer, epoch)) == list(range(n)), n
 
 
 @pytest.mark.parametrize("batch", ["per-rank", "global"])
-@pytest.mark.parametrize("n", [5, 12, 25])
-def test_drop_last_drops_the_whole_global_batch(n, batch, tmp_path):
-    make = lambda: DataLoader(Numbers(0, n), batch_size=4, drop_last=True)  # noqa: E731
-    answers = ranks(2, passes(make), tmp_path, batch=batch)
+def test_drop_last_drops_the_whole_global_batch(batch, tmp_path):
+    lengths = (5, 12, 25)
+    every = ranks(2, of_each_length(lengths, batch_size=4, drop_last=True), tmp_path, batch=batch)
     whole = 8 if batch == "per-rank" else 4
-    for epoch in range(2):
-        assert {len(read[epoch]) for read, _, _ in answers} == {n // whole}
-        got = sorted(i for answer in answers for i in real(answer, epoch))
-        assert got == list(range(n // whole * whole))
+    for n in lengths:
+        answers = [answer[n] for answer in every]
+        for epoch in range(2):
+            assert {len(read[epoch]) for read, _, _ in answers} == {n // whole}, n
+            got = sorted(i for answer in answers for i in real(answer, epoch))
+            assert got == list(range(n // whole * whole)), n
 
 
 def test_global_batches_are_the_script_s(tmp_path):
@@ -134,7 +142,7 @@ def test_a_worker_init_fn_reaches_the_data_set(tmp_path):
         assert sorted(i for answer in answers for i in real(answer, epoch)) == list(range(3, 21))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow  # spawned workers: test_loader.py; what they get of a stream: below, in a pickle
 @pytest.mark.parametrize("persistent", [False, True])
 def test_spawned_and_persistent_workers(persistent, tmp_path):
     make = lambda: DataLoader(  # noqa: E731
