@@ -9,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from harness import forkserver
 from harness.patience import PATIENCE
-from harness.run import Result
+from harness.run import Result, Run
 
 HEAD = """
 import hashlib, os, sys
@@ -43,25 +45,53 @@ print("ends with", digest(model.trainable_variables), digest(v for v in model.no
 """
 
 
-def told(result: Result) -> set[bytes]:
-    """What ranks print at their ends: each the same."""
+SAID = """
+class Counting(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.seen = self.add_weight(shape=(2,), trainable=False)
+    def train_step(self, data):
+        self.seen.assign(self.seen + len(data[0]) * (1 + int(os.environ["RANK"])))
+        return {"loss": 0.0}
+    def call(self, x):
+        return x
+counting = Counting()
+counting.compile()
+counting.fit(x, y, batch_size=8, epochs=1, verbose=0)
+rate = keras.optimizers.schedules.CosineDecay(0.1, 32)
+model = compiled(build(), keras.optimizers.SGD(rate))
+for again in range(2):
+    model.fit(x, y, batch_size=8, epochs=1, verbose=0)
+print("later ends with", digest([counting.seen, *model.weights]))
+"""
+
+
+def told(result: Result, when: str = "") -> set[bytes]:
+    """What ranks print at their ends: each the same. when: "later " for what comes after another training."""
     assert result.code == 0, result.err
-    lines = re.findall(rb"^\[\d\] ends with (.*)$", result.out, re.MULTILINE)
+    lines = re.findall(rf"^\[\d\] {when}ends with (.*)$".encode(), result.out, re.MULTILINE)
     assert len(lines) == 2, result.out
     return set(lines)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", ["pipe", "sync"])
-def test_fit(launch, algorithm: str) -> None:
-    result = launch(HEAD + FIT, "-np", "2", "--algorithm", algorithm, "--warmup-steps", "5", "train.py")
-    assert len(told(result)) == 1
+def test_fit_and_what_is_said(launch, algorithm: str) -> None:
+    result = launch(HEAD + FIT + SAID, "-np", "2", "--algorithm", algorithm, "--warmup-steps", "5", "train.py")
+    assert len(told(result)) == len(told(result, "later ")) == 1
     assert "(128 samples, shuffled): trains, 64 per worker" in result.err
     assert "(50 samples): evaluates, all of it" in result.err
     assert "equal inputs" not in result.err and "without prediction" not in result.err
-    assert ("32 steps, none delayed" if algorithm == "sync" else "32 steps, 27 of them delayed") in result.err
+    assert ("48 steps, none delayed" if algorithm == "sync" else "48 steps, 38 of them delayed") in result.err
     assert result.out.count(b"Epoch 4/4") == 1
     assert b"8/8 - " in result.out
+    assert result.err.count("CosineDecay counts the steps of a worker") == 1
+
+
+def test_schedules_that_dadt_cannot_scale_are_refused(launch) -> None:
+    refused = launch(HEAD + SAID, "-np", "2", "--scale-lr", "linear", "train.py")
+    assert refused.code == 2
+    assert "multiply them by 2 in the script" in refused.err and "Traceback" not in refused.err
 
 
 @pytest.mark.slow
@@ -83,13 +113,10 @@ print("ends with", digest(model.weights))
         [sys.executable, "train.py", "128", "one.npy"], cwd=tmp_path, env=environment, timeout=PATIENCE
     )
     assert alone.returncode == 0
-    import numpy as np
-
     np.testing.assert_allclose(np.load(tmp_path / "two.npy"), np.load(tmp_path / "one.npy"), atol=1e-5)
 
 
-def test_callbacks_do_the_same_on_all_ranks(launch, tmp_path: Path) -> None:
-    text = """
+CALLBACKS = """
 model = compiled(build(), keras.optimizers.SGD(0.5))
 stop = keras.callbacks.EarlyStopping("loss", patience=1, min_delta=0.05)
 slower = keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=0.08, factor=0.5)
@@ -103,14 +130,56 @@ again.load_weights(f"new/{len(history.epoch)}.weights.h5")
 assert digest(again.weights) == digest(model.weights) == digest(keras.saving.load_model("model.h5").weights)
 print("ends with", len(history.epoch), float(model.optimizer.learning_rate), digest(model.weights))
 """
-    (line,) = told(launch(HEAD + text, "-np", "2", "--algorithm", "sync", "train.py"))
+OF_OTHER_KINDS = """
+seen = []
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        return x[index * 8 : index * 8 + 8], y[index * 8 : index * 8 + 8]
+class Watched(keras.Sequential):
+    def train_step(self, data):
+        seen.append(data[0].sum(1).tolist())
+        return super().train_step(data)
+
+tensors = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
+model = compiled(Watched(build().layers), keras.optimizers.SGD(0.1))
+model.fit(torch.utils.data.DataLoader(tensors, batch_size=8, shuffle=True), epochs=2, verbose=0)
+model.fit(Batches(), epochs=2, verbose=0)
+model.fit(Batches(workers=2), epochs=2, verbose=0)
+model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+rank = os.environ["RA" + "NK"]  # only now: a script that is seen to ask for it writes on every rank
+np.save(f"seen{rank}.npy", seen)
+print("later ends with", digest(model.weights), int(model.optimizer.iterations.numpy()))
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    options = ["-np", "2", "--algorithm", "sync", "train.py"]
+    return Run(tmp_path_factory.mktemp("trained"), HEAD + CALLBACKS + OF_OTHER_KINDS, options, {}).finish()
+
+
+def test_callbacks_do_the_same_on_all_ranks(trained: Result) -> None:
+    folder = trained.logs.parent
+    (line,) = told(trained)
     epochs, rate, _ = line.split()
     assert 1 < int(epochs) < 40
     assert float(rate) < 0.5
-    assert {path.name for path in tmp_path.glob("model.*")} == {"model.keras", "model.h5"}
-    assert len(list((tmp_path / "new").iterdir())) == int(epochs)
+    assert {path.name for path in folder.glob("model.*")} == {"model.keras", "model.h5"}
+    assert len(list((folder / "new").iterdir())) == int(epochs)
     load = "import os; os.environ['KERAS_BACKEND'] = 'torch'; import keras; keras.saving.load_model('model.keras')"
-    subprocess.run([sys.executable, "-c", load], cwd=tmp_path, check=True, timeout=PATIENCE)
+    (folder / "load.py").write_text(load)
+    subprocess.run([forkserver.python(), "load.py"], cwd=folder, check=True, timeout=PATIENCE)
+
+
+def test_other_kinds_of_data(trained: Result) -> None:
+    """Each epoch has all of it, however batches are shuffled, and whatever has trained before."""
+    (line,) = told(trained, "later ")
+    assert line.split()[1] == b"64"
+    parts = [np.load(trained.logs.parent / f"seen{rank}.npy").reshape(8, -1) for rank in range(2)]  # by epoch
+    epochs = np.sort(np.concatenate(parts, axis=1), axis=1)
+    assert epochs.shape == (8, 128) and (epochs == epochs[0]).all() and len(set(epochs[0])) == 128
 
 
 @pytest.mark.slow
@@ -171,66 +240,6 @@ print("ends with", former() is None, digest(model.weights))
 """
     (line,) = told(launch(HEAD + text, "-np", "2", "--algorithm", "sync", "train.py"))
     assert line.startswith(b"True")
-
-
-def test_other_kinds_of_data(launch, tmp_path: Path) -> None:
-    """Each epoch has all of it, however batches are shuffled, and whatever has trained before."""
-    text = """
-seen = []
-class Batches(keras.utils.PyDataset):
-    def __len__(self):
-        return 16
-    def __getitem__(self, index):
-        return x[index * 8 : index * 8 + 8], y[index * 8 : index * 8 + 8]
-class Watched(keras.Sequential):
-    def train_step(self, data):
-        seen.append(data[0].sum(1).tolist())
-        return super().train_step(data)
-
-tensors = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
-model = compiled(Watched(build().layers), keras.optimizers.SGD(0.1))
-model.fit(torch.utils.data.DataLoader(tensors, batch_size=8, shuffle=True), epochs=2, verbose=0)
-model.fit(Batches(), epochs=2, verbose=0)
-model.fit(Batches(workers=2), epochs=2, verbose=0)
-model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
-np.save(f"seen{os.environ['RANK']}.npy", seen)
-print("ends with", digest(model.weights), int(model.optimizer.iterations.numpy()))
-"""
-    import numpy as np
-
-    (line,) = told(launch(HEAD + text, "-np", "2", "--algorithm", "sync", "train.py"))
-    assert line.split()[1] == b"64"
-    parts = [np.load(tmp_path / f"seen{rank}.npy").reshape(8, -1) for rank in range(2)]  # by epoch
-    epochs = np.sort(np.concatenate(parts, axis=1), axis=1)
-    assert epochs.shape == (8, 128) and (epochs == epochs[0]).all() and len(set(epochs[0])) == 128
-
-
-def test_what_is_said(launch) -> None:
-    text = """
-class Counting(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.seen = self.add_weight(shape=(2,), trainable=False)
-    def train_step(self, data):
-        self.seen.assign(self.seen + len(data[0]) * (1 + int(os.environ["RANK"])))
-        return {"loss": 0.0}
-    def call(self, x):
-        return x
-counting = Counting()
-counting.compile()
-counting.fit(x, y, batch_size=8, epochs=1, verbose=0)
-rate = keras.optimizers.schedules.CosineDecay(0.1, 32)
-model = compiled(build(), keras.optimizers.SGD(rate))
-for again in range(2):
-    model.fit(x, y, batch_size=8, epochs=1, verbose=0)
-print("ends with", digest([counting.seen, *model.weights]))
-"""
-    result = launch(HEAD + text, "-np", "2", "train.py")
-    assert len(told(result)) == 1
-    assert result.err.count("CosineDecay counts the steps of a worker") == 1
-    refused = launch(HEAD + text, "-np", "2", "--scale-lr", "linear", "train.py")
-    assert refused.code == 2
-    assert "multiply them by 2 in the script" in refused.err and "Traceback" not in refused.err
 
 
 DIES = """
@@ -315,8 +324,6 @@ print("ends with", digest(model.weights))
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("nesterov", marks=pytest.mark.slow)])
 def test_one_step_late_is_what_a_simulation_gives(launch, tmp_path: Path, optimizer: str) -> None:
     """Weights are predicted from the last two displacements, by the momentum of Keras's optimizer."""
-    import numpy as np
-
     flags = ["--algorithm", "pipe", "--warmup-steps", "5"]
     assert len(told(launch(HEAD + LATE, "-np", "2", *flags, "train.py", "two", optimizer))) == 1
     alone = subprocess.run([sys.executable, "train.py", "alone", optimizer], cwd=tmp_path, timeout=PATIENCE)
