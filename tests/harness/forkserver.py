@@ -38,20 +38,50 @@ FORKED = Path(__file__).with_name("forked")
 RANKS, JOBS = "ranks", "jobs"
 """What the two processes fork, and the names of their sockets: scripts; launchers and agents."""
 IMPORTED = {
-    RANKS: ("torch._dynamo", "torch.distributed.optim", "torch.distributed.run", "dadt.api", "dadt.inject.worker"),
+    RANKS: (
+        "torch._dynamo",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torch.distributed.optim",
+        "torch.distributed.run",
+        "torch.distributed.tensor.parallel",
+        "torch.profiler._cupti_monitor",
+        "torch.utils.serialization.config",
+        "dadt.api",
+        "dadt.algorithms.auto.auto",
+        "dadt.algorithms.gossip",
+        "dadt.algorithms.local",
+        "dadt.algorithms.pipe.pipe",
+        "dadt.algorithms.sync",
+        "dadt.comm.executors.core",
+        "dadt.comm.executors.hierarchical",
+        "dadt.comm.executors.tcp",
+        "dadt.inject.worker",
+        "cryptography.hazmat.primitives.ciphers.aead",
+        "encodings.idna",
+    ),
     JOBS: (
         "dadt_cli.run.command",
         "dadt.launch.agent.__main__",
+        "dadt.launch.agent.connect",
+        "dadt.launch.agent.shim",
+        "dadt.launch.launchers.manual",
+        "encodings.idna",
+        "dadt.launch.launchers.mpi",
+        "dadt.launch.launchers.nearby",
+        "dadt.launch.launchers.slurm",
         "dadt.launch.launchers.ssh",
         "dadt.launch.launchers.simulated",
     ),
 }
-"""By them. The first optimizer imports torch._dynamo, and DDP torch.distributed.optim."""
+"""By them, of what their processes import in the end."""
 NAMESPACES = ("pid", "net", "uts", "mnt")
 ROOM = 64 << 10
 """Bytes for a process's variables where the kernel shows them, in /proc/PID/environ."""
 FREE = 256
 """From this file descriptor on none is asked for."""
+MOST_FILES = 253
+"""As many can be sent at once."""
 OF_SYS = frozenset(vars(sys))
 
 
@@ -188,7 +218,7 @@ def serve(address: str) -> dict[str, Any] | None:
                 connection = listener.accept()[0]
                 files: list[int] = []
                 try:
-                    size, files, _, _ = socket.recv_fds(connection, 8, 4 + len(NAMESPACES))
+                    size, files, _, _ = socket.recv_fds(connection, 8, MOST_FILES)
                     order = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
                     if len(files) < 3 + len(NAMESPACES):
                         raise ConnectionError("it was killed before it had said what it is for")
@@ -251,8 +281,21 @@ def unbuffered() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def run(program: str) -> Any:
-    """Run what `forked` stands for: a script, a launcher or an agent. Returns the names that a script has made."""
+def stand_under(parent: int) -> None:
+    """As if this process, but none that it forks, had been started by that one."""
+    own, of_kernel = os.getpid(), os.getppid
+    os.getppid = lambda: parent if os.getpid() == own else of_kernel()
+
+
+def run(program: str, parent: int, python: str) -> Any:
+    """Run what `forked` stands for: a script, a launcher, an agent or a shim. Returns the names that a script has made.
+    parent: whose child `forked` is. python: by what a shim starts its agent."""
+    if program.endswith(".py"):
+        stand_under(parent)
+        Import()
+    sys.modules.pop("sitecustomize", None)  # that of the server's Python, as Debian's has one
+    if importlib.util.find_spec("sitecustomize"):
+        import sitecustomize  # noqa: F401
     if program == "dadt":
         import dadt_cli
 
@@ -261,15 +304,16 @@ def run(program: str) -> Any:
         from dadt.launch.agent import __main__ as agent
 
         return agent.main()
+    if program == "shim":
+        from dadt.launch.agent import shim
+
+        sys.executable = python
+        return shim.main()
     if program == "torchrun":
         from torch.distributed.run import main as torchrun
 
         return torchrun()
-    Import()
     sys.path.insert(0, str(Path(program).parent))
-    sys.modules.pop("sitecustomize", None)  # that of the server's Python, as Debian's has one
-    if importlib.util.find_spec("sitecustomize"):
-        import sitecustomize  # noqa: F401
     return runpy.run_path(program, run_name="__main__")
 
 
@@ -311,7 +355,7 @@ def main() -> None:
         warnings.simplefilter(warning)  # type: ignore[arg-type]  # one action for all is what tests ask for
     known = frozenset(sys.modules)
     try:
-        names, code = run(order["program"]) or {}, 0
+        names, code = run(*(order[each] for each in ("program", "parent", "python"))) or {}, 0
     except SystemExit as end:
         if not isinstance(end.code, int | None):
             raise  # Python prints it

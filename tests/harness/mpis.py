@@ -24,6 +24,11 @@ def installed(name: str) -> str:
     return name
 
 
+def by_mpirun(name: str, ranks: int) -> list[str]:
+    """What runs the command that follows as so many ranks of this machine."""
+    return [installed(name), *(["--oversubscribe"] if "openmpi" in name else []), "-np", str(ranks)]
+
+
 def shims(job: str) -> list[int]:
     """The processes between mpirun and the job's workers, and mpirun with its daemons: by the note they carry."""
     found = []

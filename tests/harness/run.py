@@ -71,6 +71,7 @@ class Run:
 
     @property
     def agent(self) -> int:
+        """Of a job that is alone."""
         threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         children = [int(pid) for thread in threads for pid in thread.read_text().split()]
         agents = [pid for pid in children if b"dadt.launch.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -80,7 +81,7 @@ class Run:
 
 def write_script(folder: Path, script: str, alone: bool = False) -> list[str]:
     """Writes train.py. Returns the program that runs it, which is forked unless alone, as are ranks with torch."""
-    is_forked = "torch" in script and "getppid" not in script and not alone  # a forked rank's parent is no agent
+    is_forked = "torch" in script and not alone
     (folder / "train.py").write_text(script if is_forked else lightened(script))
     return DADT if alone else [forkserver.dadt(is_forked)]
 
@@ -115,6 +116,11 @@ def left_of(job: str) -> list[str]:
         except OSError:
             continue  # it ended while we looked
     return found
+
+
+def parent(pid: int) -> int:
+    """Of a worker that is not forked: its agent."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def is_running(pid: int) -> bool:

@@ -58,13 +58,13 @@ def all_say(folder: Path, text: str) -> bool:
     return len(logs) == 4 and all(text in each for each in logs)
 
 
-@pytest.mark.alone  # who stands for a forked rank would pass on a Ctrl-C that only the rank itself is to get
 @pytest.mark.parametrize(
     "algorithm", ["pipe", *(pytest.param(each, marks=pytest.mark.slow) for each in ("sync", "local"))]
 )
 def test_all_ranks_of_an_island_save_after_the_same_step(start, algorithm: str) -> None:
     options = ["-np", "4", "--island", "2", "--algorithm", algorithm, "--warmup-steps", "5"]
-    run = start(TRAIN, *options, "--checkpoint-signal", "USR1", "--grace", "40", "train.py")
+    env = {"INTERRUPTED_BY_THEIR_AGENT": "1"}
+    run = start(TRAIN, *options, "--checkpoint-signal", "USR1", "--grace", "40", "train.py", **env)
     for number in range(SAVES + 1):
         await_that(partial(all_say, run.folder, f"saved {number}\n"), f"save {number} of all ranks")
         run.process.send_signal(signal.SIGUSR1 if number < SAVES else signal.SIGINT)

@@ -9,16 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
-from harness.run import DADT, FOLDERS, await_end_of, is_running, left_of
+from harness.run import DADT, FOLDERS, await_end_of, is_running, left_of, parent
 
 from dadt.control import job_folder
 from dadt.errors import LaunchError
-
-pytestmark = pytest.mark.alone
 
 WAIT = """\
 import os, signal, sys, time
@@ -44,6 +41,8 @@ if os.fork() == 0:
     os._exit(0)
 while not os.path.exists("daemon" + rank): time.sleep(0.01)
 """
+EVERY_KIND = f"if rank == '0':\n    {IGNORE}\n" + DAEMON.format(f"if rank == '0': {IGNORE}")
+"""Workers and daemons that ignore what asks them to end, and some that do not."""
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -94,10 +93,10 @@ def test_a_second_ctrl_c_does_not_wait(start):
     await_end_of(*workers)
 
 
-@pytest.mark.parametrize("extra", ["", IGNORE, DAEMON.format(""), DAEMON.format(IGNORE)])
-def test_kill_9_of_dadt_run_leaves_nothing(start, extra):
-    run = start(WAIT.format(extra))
-    workers = run.wait_for("ready0", "ready1")
+@pytest.mark.alone
+def test_kill_9_of_dadt_run_leaves_nothing(start):
+    run = start(WAIT.format(EVERY_KIND))
+    workers = run.wait_for("ready0", "ready1", "daemon0", "daemon1")
     job, agent = run.job, run.agent
     run.process.kill()
     run.process.wait()
@@ -108,10 +107,10 @@ def test_kill_9_of_dadt_run_leaves_nothing(start, extra):
     await_that(lambda: not (FOLDERS / job).exists(), "the end of its folder", seconds=SETTLE_SECONDS)
 
 
-@pytest.mark.parametrize("extra", ["", IGNORE, DAEMON.format(IGNORE)])
-def test_kill_9_of_the_agent_leaves_nothing_and_is_told(start, extra):
-    run = start(WAIT.format(extra))
-    workers = run.wait_for("ready0", "ready1")
+@pytest.mark.alone
+def test_kill_9_of_the_agent_leaves_nothing_and_is_told(start):
+    run = start(WAIT.format(EVERY_KIND))
+    workers = run.wait_for("ready0", "ready1", "daemon0", "daemon1")
     agent = run.agent
     os.kill(agent, signal.SIGKILL)
     result = run.finish()
@@ -124,7 +123,7 @@ def test_kill_9_of_the_agent_leaves_nothing_and_is_told(start, extra):
 def test_an_agent_that_is_told_to_end_is_no_success(start):
     run = start(WAIT.format(""))
     workers = run.wait_for("ready0", "ready1")
-    os.kill(run.agent, signal.SIGTERM)
+    os.kill(parent(workers[0]), signal.SIGTERM)
     result = run.finish()
     assert result.code == 3
     assert "was told to end by signal 15 (SIGTERM)" in result.err
@@ -144,7 +143,7 @@ def test_a_stopped_worker_is_ended_too(start):
 def test_a_stopped_agent_does_not_hold_up_the_end(start):
     run = start(WAIT.format(""))
     workers = run.wait_for("ready0", "ready1")
-    os.kill(run.agent, signal.SIGSTOP)
+    os.kill(parent(workers[0]), signal.SIGSTOP)
     run.process.send_signal(signal.SIGINT)
     run.process.send_signal(signal.SIGTERM)
     assert run.finish().code in (130, 143)
@@ -202,8 +201,8 @@ if __name__ == "__main__":
     children = run.wait_for("child0", "child1")
     names = ["/dev/shm/sem." + (run.folder / f"name{rank}").read_text().lstrip("/") for rank in (0, 1)]
     assert all(os.path.exists(name) for name in names)
-    parents = [int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in children]
-    os.kill({"launcher": run.process.pid, "agent": run.agent, "worker": parents[0]}[target], signal.SIGKILL)
+    worker = parent(children[0])
+    os.kill({"launcher": run.process.pid, "agent": parent(worker), "worker": worker}[target], signal.SIGKILL)
     run.finish()
     await_that(lambda: not any(is_running(pid) for pid in children), "the end of the children", seconds=SETTLE_SECONDS)
     await_that(lambda: not any(os.path.exists(name) for name in names), f"the end of {names}", seconds=SETTLE_SECONDS)
@@ -267,7 +266,8 @@ def end(number, frame):
     open("saved", "w").close()
     os._exit(0)
 signal.signal(signal.SIGINT, end)
-open("ready" + rank, "w").write(str(os.getpid()))
+with open("ready" + rank, "w") as file:  # closed by a destructor, in which nothing can be raised, it would warn
+    file.write(str(os.getpid()))
 while True: time.sleep(0.01)
 """
 

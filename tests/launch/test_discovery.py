@@ -246,7 +246,6 @@ def check_replicas(out: bytes, count: int) -> None:
     assert len(set(weights)) == 1
 
 
-@pytest.mark.alone
 def test_a_job_waits_for_hosts_that_are_not_there_yet(start, tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     run = begin(start, tmp_path, "localhost:1\n", "-np", "2", "--start-timeout", "20")  # pauses: 1, 2, 4 and 8 s

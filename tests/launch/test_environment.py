@@ -9,8 +9,6 @@ import pytest
 
 from dadt.world import World
 
-pytestmark = pytest.mark.alone
-
 SHOW = "import os; print(*(os.environ.get(name) for name in {}))"
 TORCHRUN = "('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')"
 HOOKED = """\
@@ -97,6 +95,7 @@ def test_a_script_that_shadows_a_standard_module_shadows_it_for_itself_alone(lau
     assert launch("print('fine')", "-np", "1", "train.py").out == b"[0] fine\n"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("arguments", "env"),
     [([], {}), (["--inject", "sitecustomize"], {}), ([], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})],
@@ -107,6 +106,7 @@ def test_dadt_gets_into_the_script(launch, arguments, env):
     assert ": 3 steps, " in result.err.splitlines()[-1]
 
 
+@pytest.mark.alone
 def test_a_sitecustomize_of_the_users_own_still_runs(launch, tmp_path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text("print('mine')")

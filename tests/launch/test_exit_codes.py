@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from harness import lightened
 from harness.run import Result
 
 TRAIN = """
@@ -32,7 +33,7 @@ TEXT = r'sys.exit("no GPU is free\non this node")'
 
 
 def run(launch: Callable[..., Result], end: str, *options: str, script: tuple[str, ...] = (), **env: str) -> Result:
-    return launch(TRAIN.replace("END", end), "-np", "2", *options, "train.py", *script, **env)
+    return launch(lightened(TRAIN.replace("END", end)), "-np", "2", *options, "train.py", *script, **env)
 
 
 def test_all_ranks_leave_with_the_same_code_after_they_have_replaced_themselves(launch) -> None:
@@ -109,7 +110,7 @@ for step in range(30 if sys.argv[1] == "one" else 0):
 
 @pytest.mark.slow
 def test_all_ranks_replace_themselves_amid_training(launch) -> None:
-    result = launch(AGAIN, "-np", "2", "train.py", "all")
+    result = launch(lightened(AGAIN), "-np", "2", "train.py", "all")
     assert result.code == 0, result.err
     assert result.out.count(b"trained") == 4 and result.out.count(b"trained 1") == 2
 
@@ -117,7 +118,7 @@ def test_all_ranks_replace_themselves_amid_training(launch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["shm", "gloo"])
 def test_one_rank_replaces_itself_while_others_train(launch, executor: str) -> None:
-    result = launch(AGAIN, "-np", "2", "--executor", executor, "--timeout", "40", "train.py", "one")
+    result = launch(lightened(AGAIN), "-np", "2", "--executor", executor, "--timeout", "40", "train.py", "one")
     assert result.code == 1, result.err
     assert "has replaced itself (exec) after it had begun to train" in result.err
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import lightened
-from harness.mpis import AS_ROOT, MPIRUNS, installed, shims
+from harness import forkserver, lightened
+from harness.job import starter
+from harness.mpis import AS_ROOT, MPIRUNS, by_mpirun, installed, shims
 from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 from harness.run import Run, await_nothing_left, end
 
@@ -41,17 +42,18 @@ def start(tmp_path: Path, mpirun: str, request: pytest.FixtureRequest) -> Iterat
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """foreign(launcher, script, **env): two ranks of a script that mpirun or torchrun starts, without `dadt run`."""
+    """foreign(launcher, script, **env): two ranks of a script that mpirun or torchrun starts, without `dadt run`.
 
-    def run(launcher: str, script: str, **env: str) -> subprocess.CompletedProcess[str]:
-        (tmp_path / "train.py").write_text(lightened(script))
-        count = ["--nproc-per-node", "2"] if launcher == "torchrun" else [sys.executable]
-        program = str(Path(sys.executable).with_name("torchrun")) if launcher == "torchrun" else launcher
-        options = [] if launcher == "torchrun" else ["-np", "2"]
-        if launcher == "mpirun.openmpi":
-            options.append("--oversubscribe")
+    alone: as for `run` in tests/harness/job.py.
+    """
+
+    def run(launcher: str, script: str, alone: bool = False, **env: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "train.py").write_text(lightened(script) if alone else script)
+        command = starter("torchrun", 2, alone)
+        if launcher != "torchrun":
+            command = [*by_mpirun(launcher, 2), sys.executable if alone else forkserver.python()]
         return subprocess.run(
-            [program, *options, *count, "train.py"],
+            [*command, "train.py"],
             cwd=tmp_path,
             env={**os.environ, **AS_ROOT, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **env},
             capture_output=True,

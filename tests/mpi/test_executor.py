@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import TESTS, lightened
+from harness import TESTS, forkserver
 from harness.checks import assert_equal, assert_near
 from harness.conformance import check, check_told
-from harness.mpis import AS_ROOT, MPICH_LIBRARY, installed
+from harness.mpis import AS_ROOT, MPICH_LIBRARY, by_mpirun, installed
 from harness.patience import PATIENCE
 from harness.run import Run
 from harness.scenarios import WARMUP, simulate
@@ -74,22 +74,31 @@ def said(line):
     sys.stdout.write(f"{line}\\n")
 """
 
+CONFORMANCE = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+from harness import conformance
+kind, rank, size, *more = sys.argv[1:]
+conformance.main(kind, int(rank), int(size), *more)
+"""
+
 
 @pytest.fixture
 def ranks(tmp_path: Path, mpirun: str):
     """ranks(script, count) -> what mpirun's ranks of CONNECT + script have printed."""
 
     def run(script: str, count: int = 2) -> str:
-        done = by_mpirun(installed(mpirun), tmp_path, count, [sys.executable, "-c", lightened(CONNECT + script)])
+        (tmp_path / "train.py").write_text(CONNECT + script)
+        done = run_by_mpirun(mpirun, tmp_path, count, [forkserver.python(), "train.py"])
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     return run
 
 
-def by_mpirun(mpirun: str, folder: Path, count: int, command: list[str]) -> subprocess.CompletedProcess[str]:
+def run_by_mpirun(mpirun: str, folder: Path, count: int, command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [mpirun, *(["--oversubscribe"] if "openmpi" in mpirun else []), "-np", str(count), *command],
+        [*by_mpirun(mpirun, count), *command],
         cwd=folder,
         env={**os.environ, **AS_ROOT, "OMP_NUM_THREADS": "1", "DADT_INJECT": "none", **link(mpirun, folder)},
         capture_output=True,
@@ -132,7 +141,8 @@ def test_training_equals_the_definition(launch, tmp_path):
     "mpirun", [pytest.param("mpirun.openmpi", marks=pytest.mark.slow), "mpirun.mpich"], indirect=True
 )
 def test_training_by_mpirun_alone(foreign, mpirun, tmp_path):
-    done = foreign(mpirun, TRAIN.format(", dadt"), DADT_EXECUTOR="mpi", **link(mpirun, tmp_path))
+    # A process reads LD_LIBRARY_PATH at its start.
+    done = foreign(mpirun, TRAIN.format(", dadt"), alone=True, DADT_EXECUTOR="mpi", **link(mpirun, tmp_path))
     assert done.returncode == 0, done.stderr
     assert "executor mpi" in done.stderr and "dadt: done: 24 steps" in done.stderr
     replicas = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
@@ -173,9 +183,9 @@ def conformance(mpirun: str, size: int, folder: Path, *more: str) -> tuple[subpr
     """The suite over MPI, and what its ranks have printed."""
     rank = "$OMPI_COMM_WORLD_RANK" if "openmpi" in mpirun else "$PMI_RANK"
     (folder / "said").mkdir()
-    program = f"{sys.executable} -m harness.conformance mpi {rank} {size} {folder} {' '.join(more)}"
-    one = f"cd {TESTS} && {program} > {folder}/said/{rank}"
-    done = by_mpirun(installed(mpirun), folder, size, ["bash", "-c", one])
+    (folder / "train.py").write_text(CONFORMANCE)
+    one = f"{forkserver.python()} train.py mpi {rank} {size} {folder} {' '.join(more)} > said/{rank}"
+    done = run_by_mpirun(mpirun, folder, size, ["bash", "-c", one])
     return done, [(folder / "said" / str(rank)).read_text() for rank in range(size)]
 
 
@@ -339,6 +349,7 @@ def test_another_launcher_is_refused(arguments, words, tmp_path):
     assert words in result.err and len(result.err.splitlines()) == 1
 
 
+@OPENMPI_FIRST
 def test_without_mpi4py_nothing_is_started(launch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['mpi4py'] = None")
     result = launch("print('started')", PYTHONPATH=str(tmp_path))
@@ -346,6 +357,7 @@ def test_without_mpi4py_nothing_is_started(launch, tmp_path):
     assert f"there is no mpi4py for {sys.executable}" in result.err and "pip install 'dadt[mpi]'" in result.err
 
 
+@OPENMPI_FIRST
 def test_without_a_library_nothing_is_started(launch):
     result = launch("print('started')", MPI4PY_LIBMPI="/nowhere/libmpi.so")
     assert (result.code, result.out) == (3, b"")

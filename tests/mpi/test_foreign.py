@@ -87,6 +87,7 @@ import sys, torch
 step()
 sys.stdout.write(f"{{'dadt' in sys.modules}} {{torch.save.__module__}} {{rank}}\\n")
 """,
+        alone=True,
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["False torch.serialization 0", "False torch.serialization 1"]

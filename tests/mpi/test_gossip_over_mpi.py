@@ -7,19 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import TESTS
 from harness.gossip_script import AVERAGE, PRELUDE, assert_averaged
 from harness.run import Run
 
 pytest.importorskip("mpi4py")
 
-REPORT = """\
-import os
+REPORT = f"""\
+import os, sys
+sys.path.append({str(TESTS)!r})
 import torch
 from torch import nn
 torch.set_num_threads(1)
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 def report(value):
-    with open(f"rank{rank}.pt", "wb") as f:
+    with open(f"rank{{rank}}.pt", "wb") as f:
         torch.save(value, f)
 """
 
@@ -36,9 +38,7 @@ def report(value):
 def test_the_mean_stays_over_mpi(mpirun: str, size: int, compression: str, tmp_path: Path) -> None:
     script = REPORT + textwrap.dedent(PRELUDE + AVERAGE)
     options = ["--algorithm", "gossip", "--compression", compression, "--executor", "mpi", "--mpirun", mpirun]
-    result = Run(
-        tmp_path, script, [*options, "-np", str(size), "train.py"], {"OMP_NUM_THREADS": "1"}, alone=True
-    ).finish()
+    result = Run(tmp_path, script, [*options, "-np", str(size), "train.py"], {"OMP_NUM_THREADS": "1"}).finish()
     assert result.code == 0, result.err
     assert "dadt: gossip: " in result.err
     assert ("less than uncompressed" in result.err) == (compression != "none")

@@ -19,8 +19,6 @@ from harness.patience import SETTLE_SECONDS, await_that
 from harness.run import await_end_of, is_running
 from harness.scenarios import WARMUP, simulate
 
-pytestmark = pytest.mark.alone
-
 TRAIN = f"""
 import os, sys
 sys.path.insert(0, {str(TESTS)!r})
@@ -137,6 +135,7 @@ def test_kill_9_of_the_launcher_leaves_nothing(start):
     await_that(lambda: not any(is_running(pid) for pid in pids), "the workers' end", seconds=SETTLE_SECONDS)
 
 
+@pytest.mark.alone
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("who", ["agent", "mpirun", "shim"])
 def test_kill_9_of_what_is_between_leaves_nothing(start, mpirun, who):

@@ -17,7 +17,7 @@ import stranger
 from cluster import CORES, Cluster
 from harness import ROOT, jobs, lightened
 from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
-from harness.run import DADT, is_running, left_of
+from harness.run import DADT, is_running, left_of, parent, write_script
 
 from dadt.errors import ConfigError
 from dadt.launch.hosts import slurm
@@ -51,14 +51,16 @@ TWO = ("--nodes=2", "--ntasks-per-node=2")
 
 def allocate(cluster: Cluster, folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`dadt run` with these arguments in an allocation of two nodes with two tasks each."""
-    (folder / "train.py").write_text(lightened(script))
-    return cluster.run("salloc", "--quiet", *TWO, *DADT, "run", *(arguments or ["train.py"]), cwd=folder)
+    dadt = write_script(folder, script)
+    return cluster.run("salloc", "--quiet", *TWO, *dadt, "run", *(arguments or ["train.py"]), cwd=folder)
 
 
-def begin(cluster: Cluster, folder: Path, *arguments: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """The same with workers that sleep, whose ids are returned."""
-    (folder / "train.py").write_text(SLEEP)
-    process = cluster.start("salloc", "--quiet", *TWO, *DADT, "run", *arguments, "train.py", cwd=folder)
+def begin(
+    cluster: Cluster, folder: Path, *arguments: str, alone: bool = False
+) -> tuple[subprocess.Popen[str], list[int]]:
+    """The same with workers that sleep, whose ids are returned. alone: as for Run."""
+    dadt = write_script(folder, SLEEP, alone)
+    process = cluster.start("salloc", "--quiet", *TWO, *dadt, "run", *arguments, "train.py", cwd=folder)
     paths = [folder / f"pid{rank}" for rank in range(4)]
     await_that(lambda: all(path.exists() and path.read_text() for path in paths), "the workers")
     return process, [int(path.read_text()) for path in paths]
@@ -93,10 +95,10 @@ def test_a_worker_sees_which_job_it_is_in_and_not_that_it_would_be_a_task(cluste
 def test_the_workers_get_all_cores_of_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
     """A step inherits --cpus-per-task by this variable, and would have the cores of one worker."""
     script = "import os, subprocess\nif os.environ['RANK'] == '0': subprocess.run(['scontrol', 'show', 'step'])"
-    (tmp_path / "train.py").write_text(lightened(script))
+    dadt = write_script(tmp_path, script)
     options = (*TWO, "--cpus-per-task=2", "--mem-per-cpu=50")
     done = cluster.run(
-        "salloc", "--quiet", *options, *DADT, "run", "train.py", cwd=tmp_path, env={"SRUN_CPUS_PER_TASK": "2"}
+        "salloc", "--quiet", *options, *dadt, "run", "train.py", cwd=tmp_path, env={"SRUN_CPUS_PER_TASK": "2"}
     )
     assert done.returncode == 0, done.stderr
     assert f"CPUs={2 * CORES} Tasks=2 Name=dadt" in done.stdout
@@ -107,8 +109,7 @@ def test_the_job_ends_with_the_exit_code_of_its_cause(cluster: Cluster, tmp_path
     assert done.returncode == 7
     assert "dadt: worker 3 failed (exit code 7)" in done.stderr
     assert "  host    n2, pid " in done.stderr
-    (tmp_path / "train.py").write_text(FAIL)
-    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{DADT[0]} run train.py\n")
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{write_script(tmp_path, FAIL)[0]} run train.py\n")
     assert cluster.batch(*TWO, "job.sh", cwd=tmp_path) == [7]
 
 
@@ -167,9 +168,8 @@ def test_dadt_that_is_missing_is_told(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_what_srun_complains_of_is_told(cluster: Cluster, tmp_path: Path) -> None:
     """Here: of an allocation that is over."""
-    (tmp_path / "train.py").write_text(SHOW)
     env = {"SLURM_JOB_ID": "999999", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
-    done = cluster.run(*DADT, "run", "train.py", cwd=tmp_path, env=env)
+    done = cluster.run(*write_script(tmp_path, SHOW), "run", "train.py", cwd=tmp_path, env=env)
     assert done.returncode == 3
     assert "dadt: n1: srun: Unable to confirm allocation for job 999999: Invalid job id specified" in done.stderr
 
@@ -184,8 +184,7 @@ def test_a_dry_run_shows_the_one_srun_and_starts_nothing(cluster: Cluster, tmp_p
 
 
 def test_srun_in_front_of_dadt_run_is_told(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SHOW)
-    done = cluster.run("srun", "-n2", *DADT, "run", "train.py", cwd=tmp_path)
+    done = cluster.run("srun", "-n2", *write_script(tmp_path, SHOW), "run", "train.py", cwd=tmp_path)
     assert done.returncode == 2
     assert "dadt: srun has started dadt run 2 times: call it once, without srun" in done.stderr
 
@@ -213,7 +212,7 @@ def test_nothing_outlives_scancel(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_nothing_outlives_a_launcher_that_was_killed(cluster: Cluster, tmp_path: Path) -> None:
-    process, workers = begin(cluster, tmp_path)
+    process, workers = begin(cluster, tmp_path, alone=True)
     os.kill(launcher(process.pid), signal.SIGKILL)
     process.communicate(timeout=PATIENCE)
     await_that(lambda: not any(map(is_running, workers)), "the end of the workers", seconds=SETTLE_SECONDS)
@@ -241,9 +240,9 @@ for step in range(60):
         open("ready", "w").write(str(os.getppid()))
         while True: time.sleep(1)
 """
-    (tmp_path / "train.py").write_text(lightened(script))
+    dadt = write_script(tmp_path, script)
     two = ["--nodes=2", "--ntasks-per-node=1"]
-    process = cluster.start("salloc", "--quiet", *two, *DADT, "run", "--min-np", "1", "train.py", cwd=tmp_path)
+    process = cluster.start("salloc", "--quiet", *two, *dadt, "run", "--min-np", "1", "train.py", cwd=tmp_path)
     await_that((tmp_path / "ready").exists, "step 20")
     await_that(lambda: (tmp_path / "ready").read_text(), "the agent's number")
     os.kill(int((tmp_path / "ready").read_text()), signal.SIGKILL)
@@ -295,10 +294,6 @@ def launcher(salloc: int) -> int:
     children = Path(f"/proc/{salloc}/task/{salloc}/children").read_text().split()
     assert len(children) == 1
     return int(children[0])
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.mark.parametrize(
