@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from signal import SIGTERM
+from signal import SIGKILL, SIGTERM
 from typing import TYPE_CHECKING
 
 from dadt.control.frame import Frame
@@ -332,6 +332,8 @@ class Launcher:
                 self._simulated.invariants.check_state(peer)
         if frame.kind == "answer" and action.node is not None:
             self.open.answered(action.node, frame["line"])
+        elif frame.kind == "signal" and frame["number"] == SIGKILL:
+            self.open.ended(frame["rank"])
         elif frame.kind == "regroup":
             self.generation = frame["generation"]
             self._simulated.invariants.regrouped(frame["members"])

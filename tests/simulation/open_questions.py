@@ -41,9 +41,13 @@ class OpenQuestions:
             generation = sys.maxsize if frame.kind == "approach" else frame.get("generation", 0)
             self._open[event.node, frame["line"]] = Question(frame["rank"], generation, until, described(frame))
         elif frame.kind == "exit":
-            self._open = {asked: each for asked, each in self._open.items() if each.rank != frame["rank"]}
+            self.ended(frame["rank"])
         elif frame.kind == "lost":
             self._open = {asked: each for asked, each in self._open.items() if asked[0] is not event.node}
+
+    def ended(self, rank: int) -> None:
+        """This rank's process has ended, or is told to at once: it waits for no answer."""
+        self._open = {asked: each for asked, each in self._open.items() if each.rank != rank}
 
     def answered(self, node: Node, line: int) -> None:
         """An answer was sent on this line of a host."""
