@@ -40,7 +40,7 @@ def test_the_definition_tells_predictions_apart() -> None:
     [
         ("pipe", "shm"),
         ("sync", "tcp"),
-        ("pipe", "tcp"),
+        pytest.param("pipe", "tcp", marks=pytest.mark.slow),
         pytest.param("pipe", "gloo", marks=pytest.mark.slow),
         pytest.param("sync", "shm", marks=pytest.mark.slow),
     ],

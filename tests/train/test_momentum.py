@@ -36,28 +36,33 @@ OPTIMIZERS = {
     "radam": "RAdam(model.parameters(), lr=0.04)",
     "sgd": "SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)",
 }
-SCRIPT = joined(**{name: TRAIN.format(optimizer=text) for name, text in OPTIMIZERS.items()})
+SUITED = ("adam", "fused", "nadam", "sgd"), ("adamw", "foreach", "radam", "sgd")
+"""Each trains by one of the algorithms, and by both in `make test-slow`."""
 LEAST = {"momentum:1": 14.0, "momentum:2": 10.0}
 """Times fewer bytes, of all steps: the first tenth sends four bits."""
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "compression"),
+    ("algorithm", "compression", "optimizers"),
     [
-        ("sync", "momentum:1"),
-        ("pipe", "momentum:2"),
-        pytest.param("pipe", "momentum:1", marks=pytest.mark.slow),
-        pytest.param("sync", "momentum:2", marks=pytest.mark.slow),
+        ("sync", "momentum:1", SUITED[0]),
+        ("pipe", "momentum:2", SUITED[1]),
+        *(
+            pytest.param(algorithm, f"momentum:{bits}", tuple(OPTIMIZERS), marks=pytest.mark.slow)
+            for algorithm in ("pipe", "sync")
+            for bits in (1, 2)
+        ),
     ],
 )
-def test_trainings_learn_and_replicas_are_identical(algorithm, compression, dadt_run):
+def test_trainings_learn_and_replicas_are_identical(algorithm, compression, optimizers, dadt_run):
     executor = "gloo" if algorithm == "sync" else "shm"
     options = ["--algorithm", algorithm, "--executor", executor, "--warmup-steps", "4"]
-    run = dadt_run(SCRIPT, *options, "--compression", compression)
+    script = joined(**{name: TRAIN.format(optimizer=OPTIMIZERS[name]) for name in optimizers})
+    run = dadt_run(script, *options, "--compression", compression)
     assert "from now on momentum is sent" in run.output
     less = float(re.search(r"sent .* MB per step, (\d+\.\d)x less than uncompressed", run.output)[1])
     assert less >= LEAST[compression], run.output
-    for name in OPTIMIZERS:
+    for name in optimizers:
         found = run.of(name).ranks
         assert_equal(*(each["state"] for each in found), name)
         for each in found:
