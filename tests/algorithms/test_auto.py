@@ -172,7 +172,7 @@ REAL = """
 
 
 def test_a_slow_link(dadt_run) -> None:
-    run = dadt_run(REAL, *BOTH, "--warmup-steps", str(WARMUP), "--link", "10mbit", alone=True)
+    run = dadt_run(REAL, *BOTH, "--warmup-steps", str(WARMUP), "--link", "10mbit")
     (line,) = (line for line in run.lines() if " chooses " in line)
     found = r"after 10 steps: compute \S+ ms, exchange (\d+)\.\d ms, as int8 \S+ ms, as int4 \S+ ms: --algorithm auto"
     match = re.search(found, line)

@@ -17,6 +17,7 @@ from harness import ROOT
 from harness.patience import PATIENCE
 
 from benchmarks.convergence import report, slow_link, straggler
+from benchmarks.convergence.__main__ import main
 from benchmarks.convergence.family import FAMILIES
 from benchmarks.convergence.interval import interval
 from benchmarks.convergence.method import Method
@@ -221,8 +222,9 @@ def test_a_stragglers_own_steps_do_not_count() -> None:
     assert straggler.throughput([slow, fast, fast, fast]) == pytest.approx(3.0)
 
 
-def test_bad_input_is_one_sentence() -> None:
-    command = [sys.executable, "-m", "benchmarks.convergence", "--methods", "pipe:x=1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 2
-    assert "pipe:x=1: x is unknown" in done.stderr.splitlines()[-1]
+def test_bad_input_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.convergence", "--methods", "pipe:x=1"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "pipe:x=1: x is unknown" in capsys.readouterr().err.splitlines()[-1]

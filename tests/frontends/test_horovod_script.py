@@ -180,7 +180,7 @@ hvd.barrier()
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("visible", [None, "3,5"])
-def test_the_gpus_of_the_host_are_visible(launch, visible: str | None) -> None:
+def test_the_gpus_of_the_host_are_visible(launch, tmp_path, visible: str | None) -> None:
     """Scripts for Horovod choose theirs by hvd.local_rank()."""
     text = """
 import os, torch
@@ -199,7 +199,7 @@ print("saw", before, "sees", os.environ.get("CUDA_VISIBLE_DEVICES"))
     result = launch(text, "-np", "1", "train.py")
     assert b"saw None sees None" in result.out
     done = subprocess.run(
-        [sys.executable, "-c", text],
+        [forkserver.python(), tmp_path / "train.py"],
         env={**os.environ, **{n: made[n] for n in ("CUDA_VISIBLE_DEVICES", "DADT_GPUS", "DADT_HOROVOD", "PYTHONPATH")}},
         capture_output=True,
         text=True,
