@@ -168,7 +168,8 @@ def test_of_many_ranks_the_rest_is_one_line(show):
     assert not has_view(terminal.lines)
 
 
-@pytest.mark.parametrize("width", [100, 60, 40, 20])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("width", [60, 100, 20, 40])
 def test_a_narrow_terminal_gets_fewer_columns_and_no_broken_rows(show, width):
     terminal = show(TRAIN, width=width)
     lines = terminal.see(lambda lines: re.search(r"^ +1 .*\d", row(lines, 1)), "a row")
