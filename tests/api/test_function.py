@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import lightened
+from harness import forkserver, lightened
 from harness.patience import PATIENCE, await_that
 
 import dadt
@@ -17,11 +17,14 @@ import dadt
 HEAD = "import os, sys\nimport dadt\n"
 
 
-def python(folder, code: str, **options) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(autouse=True)
+def forked_agents(monkeypatch) -> None:
+    monkeypatch.setenv("DADT_PYTHON", forkserver.python())
+
+
+def python(folder, code: str) -> subprocess.CompletedProcess[str]:
     (folder / "main.py").write_text(HEAD + lightened(code))
-    return subprocess.run(
-        [sys.executable, "main.py"], cwd=folder, capture_output=True, text=True, timeout=PATIENCE, **options
-    )
+    return subprocess.run([sys.executable, "main.py"], cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_each_ranks_result_comes_back(tmp_path):

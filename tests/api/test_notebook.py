@@ -6,6 +6,8 @@ from pathlib import Path
 
 import nbclient
 import nbformat
+import pytest
+from harness import forkserver
 from harness.patience import PATIENCE
 
 CELLS = [
@@ -32,7 +34,8 @@ def printed(cell: nbformat.NotebookNode) -> list[str]:
     return "".join(out["text"] for out in cell["outputs"] if out.get("name") == "stdout").splitlines()
 
 
-def test_a_function_of_a_notebook_runs_on_all_workers(tmp_path: Path) -> None:
+def test_a_function_of_a_notebook_runs_on_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DADT_PYTHON", forkserver.python())  # forks the agents
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     nbclient.NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}}).execute()
     _, first, caught, last = notebook["cells"]
