@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from harness.backend_ranks import Ranks, group
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -54,6 +53,8 @@ def train(executor: str, kind: type[nn.Module], zero: bool = False, **options: A
     torch.manual_seed(dist.get_rank())
     model = DistributedDataParallel(kind(), process_group=among, **options)
     if zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # imports much, which only the ranks need
+
         optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, process_group=among, lr=0.01)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
