@@ -25,6 +25,8 @@ COPIED = 1
 NOTICE = struct.Struct("=IBBBBII")
 """struct sock_extended_err, whose last fields are the first and the last send that the notice is about."""
 PIECE, PIECES = 1 << 20, 256
+NOTICE_SECONDS = 30.0
+"""How long the kernel may take to tell of all sends."""
 
 
 class Sending(NamedTuple):
@@ -62,7 +64,10 @@ def send(sender: socket.socket, data: mmap.mmap, without_copy: bool) -> Sending:
         if without_copy:
             more = _notices(sender)
             copied, told = copied + more[0], told + more[1]
+    deadline = time.monotonic() + NOTICE_SECONDS
     while without_copy and told < sends:
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"the kernel has told of {told} of {sends} sends in {NOTICE_SECONDS:g} s")
         more = _notices(sender)
         copied, told = copied + more[0], told + more[1]
         time.sleep(0.001)

@@ -88,13 +88,13 @@ class OtherHosts:
                 host.heard_at = now
 
     def _look(self, host: OtherHost, now: float) -> Frame | None:
-        seconds = now - host.heard_at
-        late = seconds >= self._timeout
-        facts = {"peer": host.index, "port": host.place[1], "seconds": seconds}
+        late = now - host.heard_at >= self._timeout
         if late and not host.ever_heard and not host.given_up:
             host.given_up = True
-            return Frame("unheard", facts)
-        if host.ever_heard and (late != host.silent or host.given_up):
+            kind = "unheard"
+        elif host.ever_heard and (late != host.silent or host.given_up):
             host.silent, host.given_up = late, False
-            return Frame("silent" if late else "heard", facts)
-        return None
+            kind = "silent" if late else "heard"
+        else:
+            return None
+        return Frame(kind, {"peer": host.index, "port": host.place[1], "seconds": now - host.heard_at})
