@@ -22,6 +22,10 @@ STARTERS = {"subprocess", "multiprocessing", *(f"harness.{path.stem}" for path i
 """Modules by which tests start processes."""
 SECONDS_OF_A_TEST = 180.0
 """More than a single wait takes, so that it is the wait that fails, and says what it was for."""
+FORKING = {"harness.conformance", "harness.ranks"}
+"""What modules of tests import that have ranks forked off a process with torch (harness/ranks.py)."""
+OF_RANKS = "tests/comm/backend"
+"""Where the ranks are that several modules share: what forks them is there as well."""
 SESSION = pytest.StashKey[leftover.Session]()
 LEFT = pytest.StashKey[list[str]]()
 
@@ -98,7 +102,13 @@ def shared(item: pytest.Item) -> str:
     workers, as each would make it for itself. Empty if it has not."""
     fixtures = [each for found in item._fixtureinfo.name2fixturedefs.values() for each in found if each.baseid]
     modules = [item.nodeid.partition("::")[0] for each in fixtures if each.scope == "module"]
-    return next(iter(modules + [each.baseid for each in fixtures if each.scope == "session"]), "")
+    sessions = [each.baseid for each in fixtures if each.scope == "session"]
+    return next(iter(modules + sessions), OF_RANKS if forks_ranks(item.module) else "")
+
+
+@functools.cache
+def forks_ranks(module: Any) -> bool:
+    return not FORKING.isdisjoint(getattr(each, "__module__", "") for each in vars(module).values())
 
 
 @pytest.hookimpl(trylast=True)
