@@ -50,6 +50,8 @@ class Replicas:
         self._own_numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[str]] = weakref.WeakKeyDictionary()
         """For each optimizer, paths of numbers in its attributes that differ between ranks, such as a rank's own
         number."""
+        self._between_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Part]] = weakref.WeakKeyDictionary()
+        """For each optimizer, the tensors that `remember` has found."""
 
     def take_first(self, attachment: Attached, *, weights: bool) -> None:
         """Set this optimizer's param_group values to the first rank's. weights: whether to copy weights, buffers and
@@ -162,13 +164,19 @@ class Replicas:
         with self._ranks.reconnection.pause.still(self._ranks.config.timeout):
             given = []
             for number, a in enumerate(self._attachments):
+                found = self._between_steps.get(a.optimizer) or self._every_part(a.optimizer)
                 parts = [
                     self._missing(part, {id(p) for p in a.parameters}, [every[number][place] for every in known])
-                    for place, part in enumerate(self._every_part(a.optimizer))
+                    for place, part in enumerate(found)
                 ]
                 ever = [p in a.listing.ever for p in listed(a.optimizer)]
                 given.append([parts, self._state(a.optimizer), group_values(a.optimizer, wait=True), ever])
             return plain.encode(given, "what a new rank is given")
+
+    def remember(self, attachment: Attached) -> None:
+        """Called by the training thread between two steps: find the tensors that `give` reads in another thread. During
+        forward and backward passes FSDP puts whole parameters in the place of this rank's parts, and frees them."""
+        self._between_steps[attachment.optimizer] = self._every_part(attachment.optimizer)
 
     def _missing(self, part: Part, trained: set[int], known: Sequence[Digests]) -> list[torch.Tensor | None]:
         """Return the part's values, with None for values that are not trained and that all new ranks have. known: each

@@ -276,6 +276,50 @@ def test_a_new_worker_that_comes_as_all_have_ended_does_not_join() -> None:
     assert len(world.sent("regroup")) == 1
 
 
+def test_with_gossip_new_workers_of_an_island_join_once_all_have_come() -> None:
+    world = DecidedJob(4, island_size=2, island="2", min_np=1, algorithm="gossip")
+    world.train(1)
+    for attempt in (1, 2):
+        for rank in (3, 2):
+            world.say(rank, "exit", rank=rank, code=-9, **ENDED)
+        world.later()
+        world.later(3.0)
+        assert [frame["rank"] for frame in world.sent("worker")] == [2, 3] * attempt
+        world.say(2, "claim", rank=2, pid=22, line=3)
+        world.later()
+        assert len(world.sent("regroup")) == 1
+    world.say(3, "claim", rank=3, pid=23, line=3)
+    world.later()
+    assert [frame["members"] for frame in world.sent("regroup")] == [[0, 1], [0, 1, 2, 3]]
+    for rank in (0, 1, 3):
+        world.say(rank, "ending", rank=rank, pid=10 + rank, steps=5, gathered=0, line=1)
+    world.later()
+    assert world.sent("regroup")[-1]["members"] == [0, 1], "ranks of an island leave together"
+
+
+@pytest.mark.parametrize("islands", [2, 3])
+def test_with_gossip_a_new_island_leaves_with_one_that_is_lost_before_it_steps(islands: int) -> None:
+    """One of its ranks may not have the part of the model that its equal was to give."""
+    size = 2 * islands
+    world = DecidedJob(size, island_size=2, island="2", min_np=1, algorithm="gossip")
+    world.train(1)
+    for rank in (size - 1, size - 2):
+        world.say(rank, "exit", rank=rank, code=-9, **ENDED)
+    world.later()
+    world.later(3.0)
+    for rank in (size - 1, size - 2):
+        world.say(rank, "claim", rank=rank, pid=20 + rank, line=3)
+    world.later()
+    assert world.sent("regroup")[-1]["members"] == list(range(size))
+    world.say(0, "exit", rank=0, code=-9, **ENDED)
+    world.later()
+    if islands == 2:
+        assert len(world.sent("regroup")) == 2, "nobody is left to train on"
+    else:
+        assert world.sent("regroup")[-1]["members"] == [2, 3]
+        assert world.said()[-1].endswith(": training goes on without the islands of ranks 0, 1, 4 and 5")
+
+
 def test_a_cut_that_leaves_too_few_is_what_all_that_wait_hear_of() -> None:
     world = DecidedJob(3, min_np=3, timeout=10.0)
     world.train(1)

@@ -27,8 +27,7 @@ def draw_islands(seed: int) -> Scenario:
         island=str(size),
         np=ranks,
         min_np=random.choice([0, 1, max(1, count - 1), random.randint(1, count)]) if survives else 0,
-        algorithm=random.choice(["pipe", "sync"]) if before.algorithm == "gossip" else before.algorithm,
-        snapshot_every=random.choice(["never", NO_SNAPSHOT]),
+        snapshot_every="never" if before.algorithm == "gossip" else random.choice(["never", NO_SNAPSHOT]),
         compression="none",
         redistribute=False,
     )

@@ -194,7 +194,8 @@ class WorkerPeers:
     def begin(self) -> Steps:
         """Connect with the others for the first time, as a new worker once it is let in."""
         if self._joins:
-            yield from self._enter(StartTimeout("the launcher did not let this rank into the job"))
+            seconds = self.config.start_timeout if self._parts > 1 else 0.0
+            yield from self._enter(StartTimeout("the launcher did not let this rank into the job"), seconds)
         yield from self._connect()
         if self.generation:
             with self.within():
@@ -264,7 +265,7 @@ class WorkerPeers:
         yield from self._await_generation(REGROUP_SECONDS)
         generation = self.deaths.enter(error, 0.0)
         while self._joins and worker.rank not in generation.members:
-            yield from self._await_generation(REGROUP_SECONDS)
+            yield from self._await_generation(max(seconds, REGROUP_SECONDS))
             generation = self.deaths.enter(error, 0.0)
         if worker.rank not in generation.members:
             raise PeerLost(f"the others train on without this rank: {generation.text}") from error

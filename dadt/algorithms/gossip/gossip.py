@@ -92,6 +92,8 @@ class Gossip(Algorithm):
         ranks = self.attachment.ranks
         self._stepped = ranks.step
         self._pairing.publish(self.weights())
+        if ranks.survives and ranks.world.parts > 1:
+            self.attachment.replicas.remember(self.attachment)
         ranks.reconnection.pause.end()
 
     def weights(self) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from dadt.launch.ending.preemption import ranks as ranks_text
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.members.member import Member
 from dadt.launch.members.node import Node
@@ -15,6 +16,29 @@ def with_islands(ranks: Collection[int], slots: Sequence[Slot]) -> Collection[in
     islands, return only these ranks."""
     size = slots[0].island_size
     return sorted({rank - rank % size + i for rank in ranks for i in range(size)}) if size else ranks
+
+
+def text(ranks: Collection[int], size: int) -> str:
+    """Return what users are told of the islands that have these ranks. size: ranks of an island."""
+    return f"the island{'s' if len(ranks) > size else ''} of {ranks_text(ranks)}"
+
+
+def lost_with(
+    ranks: Collection[int], present: Collection[Member], slots: Sequence[Slot], *, apart: bool
+) -> Collection[int]:
+    """Return these ranks together with all that cannot train without them: the others of their islands, and new islands
+    of which a rank has not begun to step, as its equal, from which it gets its part of the model, may be one of these
+    ranks. present: ranks that train. apart: whether new workers begin in the midst of a job, as with `gossip`."""
+    lost = with_islands(ranks, slots)
+    begin = [member.rank for member in present if apart and slots[0].island_size and member.joined and member.step < 0]
+    return sorted({*lost, *with_islands(begin, slots)}) if set(lost) - set(begin) else lost
+
+
+def that_join(members: Sequence[Member], slots: Sequence[Slot], rank: int) -> Collection[int]:
+    """Return this rank, whose new worker has claimed its place, together with all others of its island; none if others
+    have not claimed theirs. members: all ranks of the job, by number."""
+    ranks = with_islands([rank], slots)
+    return ranks if all(members[each].claimed and not members[each].ended for each in ranks) else []
 
 
 def has_lost_host(island: Collection[Member], slots: Sequence[Slot], nodes: Sequence[Node]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from signal import SIGKILL
 
 from dadt.config import Config
@@ -16,10 +17,10 @@ from dadt.launch.ending import preemption
 from dadt.launch.ending.cause import Cause
 from dadt.launch.ending.processes import NATURAL_SECONDS
 from dadt.launch.hosts.slot import Slot
+from dadt.launch.members import islands
 from dadt.launch.members.early_exits import EarlyExits
 from dadt.launch.members.generation import regroup
 from dadt.launch.members.handovers import Handovers
-from dadt.launch.members.islands import has_lost_host, is_ahead_of_waiting, with_islands
 from dadt.launch.members.joining import Joining
 from dadt.launch.members.member import Member
 from dadt.launch.members.node import Node
@@ -82,17 +83,19 @@ class Membership:
         self._handovers = Handovers(self._outbox, self.kill, self._patience, self.island_size or 1)
 
     def can_lose(self, ranks: Collection[int]) -> bool:
-        """Return whether training could continue without these ranks and the other ranks of their islands."""
-        return self._left_without(with_islands(ranks, self._slots)) >= self._least > 0
+        """Return whether training could continue without these ranks and those that cannot train without them."""
+        gone = islands.lost_with(ranks, self._rendezvous.present, self._slots, apart=self._apart)
+        left = sum(not (m.rank in gone or (m.ended and not m.finished)) for m in self._rendezvous.present)
+        return left >= self._least > 0
 
     def lose(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> bool:
-        """Remove lost ranks from the job, together with the other ranks of their islands, whose processes are killed.
-        Returns False, and removes none, if too few ranks would remain. why: cause of the loss. it: pronoun that stands
-        for the lost ranks in messages."""
+        """Remove lost ranks from the job, with all that cannot train without them, whose processes are killed. Returns
+        False, and removes none, if too few ranks would remain. why: cause of the loss. it: pronoun that stands for the
+        lost ranks in messages."""
         if not self.can_lose(ranks):
             return False
-        named, ranks = ranks, with_islands(ranks, self._slots)
-        it = f"the island of {preemption.ranks(ranks)}" if len(ranks) > len(named) else it
+        named, ranks = ranks, islands.lost_with(ranks, self._rendezvous.present, self._slots, apart=self._apart)
+        it = islands.text(ranks, self.island_size) if len(ranks) > len(named) else it
         lost = [member for member in self._rendezvous.present if member.rank in ranks]
         if not lost:  # all of these ranks were lost already, for example before their host
             return True
@@ -119,7 +122,7 @@ class Membership:
         """Remove ranks that exited early and are missed now."""
         missed = self.exits.take_missed(self._requests, now)
         if at_end := [rank for rank in missed if self.exits.is_at_end(rank)]:
-            ranks = with_islands(at_end, self._slots)
+            ranks = islands.with_islands(at_end, self._slots)
             self._leave_out(ranks, f"{preemption.ranks(at_end)} finished before the others, which train on", now)
         for rank in [rank for rank in missed if rank not in at_end]:
             self.lose([rank], missed[rank], now)
@@ -168,7 +171,7 @@ class Membership:
     def failed(self, member: Member, error: str) -> None:
         """Start no further workers for a rank whose script could not be replayed up to the current step."""
         if self._replacements is not None and error == NotResumed.__name__:
-            self._replacements.refused(with_islands([member.rank], self._slots))
+            self._replacements.refused(islands.with_islands([member.rank], self._slots))
 
     def hello(self, event: Event) -> None:
         """Handle a process's report that it has imported torch. One that trained already has replaced itself (exec)."""
@@ -192,9 +195,11 @@ class Membership:
         member.pid, member.claimed = event.frame["pid"], True
         member.sign("has begun to train", now)
         awaited = self._apart or self._handovers.awaits(member.rank, self._rendezvous.generation)
+        claimed = partial(islands.that_join, self._rendezvous.members, self._slots)
+        come = claimed if self._apart else self._handovers.come
         if member.lost and (self._told_to_end or not awaited):
             self.kill(member.rank, now)  # the other ranks continued without this worker
-        elif member.lost and (ranks := [member.rank] if self._apart else self._handovers.come(member.rank)):
+        elif member.lost and (ranks := come(member.rank)):
             joining = [self._rendezvous.members[rank] for rank in ranks]
             why = f"{' and '.join(each.placed for each in joining)} {'join' if len(joining) > 1 else 'joins'}"
             self._rendezvous.join(joining, why, now)
@@ -211,10 +216,10 @@ class Membership:
             self._begin_anew(f"rank {member.rank} ({member.place}) has ended before it could join", now)
         if self._replacements is None or not (goes_on and member.lost):
             return
-        island = [self._rendezvous.members[rank] for rank in with_islands([member.rank], self._slots)]
+        island = [self._rendezvous.members[rank] for rank in islands.with_islands([member.rank], self._slots)]
         if left := {each.rank: now for each in island if not each.ended}:
             self._overdue |= left  # they cannot go on without the others of their island
-        elif not (self._at_end or (self.island_size and has_lost_host(island, self._slots, self._nodes))):
+        elif not (self._at_end or (self.island_size and islands.has_lost_host(island, self._slots, self._nodes))):
             self._replacements.exited(island, now)
 
     def _tell(self, why: str, now: float) -> None:
@@ -266,7 +271,7 @@ class Membership:
                 self._joining.turn(now)
         elif self._apart and (new := [member for member in present if member.joined and not member.finished]):
             why = f"rank {new[0].rank} ({new[0].place}) leaves, as those that began the job are at their end"
-            self._leave_out([member.rank for member in new], why, now)
+            self._leave_out(islands.with_islands([member.rank for member in new], self._slots), why, now)
 
     @property
     def _at_end(self) -> bool:
@@ -384,7 +389,7 @@ class Membership:
         return [member for member in self._rendezvous.members if not (member.lost or member.ended)]
 
     def _waits(self, member: Member, now: float) -> bool:
-        is_ahead = is_ahead_of_waiting(member, self._rendezvous.members, self.island_size, now)
+        is_ahead = islands.is_ahead_of_waiting(member, self._rendezvous.members, self.island_size, now)
         return not member.held and (member.waits(now) or member.finished or is_ahead)
 
     def _lose_running(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> bool:
@@ -392,7 +397,3 @@ class Membership:
         goes_on = self.lose(ranks, why, now, it)
         self._overdue |= dict.fromkeys(ranks if goes_on else (), now)
         return goes_on
-
-    def _left_without(self, ranks: Collection[int]) -> int:
-        """Return the number of ranks besides `ranks` that train or have finished training."""
-        return sum(not (m.rank in ranks or (m.ended and not m.finished)) for m in self._rendezvous.present)

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 
 from dadt.config import Config
-from dadt.config.check import NEVER, UNEQUAL, in_islands
+from dadt.config.check import NEVER, UNEQUAL
 from dadt.control.frame import Frame
 from dadt.launch.actions import Outbox
 from dadt.launch.ending.preemption import ranks as ranks_text
@@ -22,9 +22,8 @@ ISLAND_TRIES = 3
 
 
 def replaces(config: Config) -> bool:
-    """Return whether this job starts new workers in place of lost ones. With gossip they read the weights of a rank
-    that trains, which FSDP moves and frees meanwhile, so they are not started in islands."""
-    return config.min_np > 0 and (replays(config) or (config.algorithm == "gossip" and not in_islands(config.island)))
+    """Return whether this job starts new workers in place of lost ones."""
+    return config.min_np > 0 and (replays(config) or config.algorithm == "gossip")
 
 
 def replays(config: Config) -> bool:

@@ -54,7 +54,9 @@ class Recovery:
         is repeated if ranks are lost meanwhile. Raises StartTimeout, PeerLost or ConfigError."""
         ranks = self._ranks
         if ranks.world.joins:
-            self.enter(StartTimeout("the launcher did not let this rank into the job"))
+            # The launcher lets it in once all new workers of its island have come.
+            seconds = ranks.config.start_timeout if ranks.world.parts > 1 else 0.0
+            self.enter(StartTimeout("the launcher did not let this rank into the job"), seconds)
         self.connect()
         if not ranks.generation:
             return
@@ -158,7 +160,7 @@ class Recovery:
         self._await_news(REGROUP_SECONDS)
         generation = deaths.enter(error, 0.0)
         while ranks.world.joins and rank not in generation.members:  # older groups do not include the new worker yet
-            generation = deaths.enter(error, REGROUP_SECONDS)
+            generation = deaths.enter(error, max(seconds, REGROUP_SECONDS))
         if rank not in generation.members:
             raise PeerLost(f"the others train on without this rank: {generation.text}") from error
         ranks.enter(generation)
