@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import forkserver
 from harness.patience import PATIENCE
 
-PROGRAM = [sys.executable, str(Path(__file__).parents[1] / "benchmarks" / "executor.py")]
+PROGRAM = str(Path(__file__).parents[1] / "benchmarks" / "executor.py")
 
 
 @pytest.mark.gpu
@@ -20,7 +21,11 @@ def test_a_row_for_each_size(executor: str, against: str, ranks: int, tmp_path: 
     options = ["--device", "cuda", "--against", against, "--sizes", "4096,1048576", "--seconds", "0.5"]
     where = ["--np", str(ranks), "--store", str(tmp_path / "store")]
     running = [
-        subprocess.Popen([*PROGRAM, executor, "--rank", str(rank), *where, *options], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, PROGRAM, executor, "--rank", str(rank), *where, *options],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(ranks)
     ]
     try:
@@ -41,5 +46,6 @@ def test_a_row_for_each_size(executor: str, against: str, ranks: int, tmp_path: 
 )
 def test_what_cannot_be_measured_is_refused(options: list[str], said: str, tmp_path: Path) -> None:
     store = ["--store", str(tmp_path / "store")]
-    done = subprocess.run([*PROGRAM, "shm", *store, *options], capture_output=True, text=True, timeout=PATIENCE)
+    command = [forkserver.python(), PROGRAM, "shm", *store, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2 and said in done.stderr

@@ -18,7 +18,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import io
-import json
+import marshal
 import os
 import runpy
 import selectors
@@ -30,6 +30,7 @@ import tempfile
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,13 @@ IMPORTED = {
     ),
 }
 """By them, of what their processes import in the end."""
+PLAIN_PYTHON = """#!/bin/sh
+case "$*" in
+*"-m dadt.launch.agent"*) exec {folder}/plain-agent "$@" ;;
+*) exec {python} "$@" ;;
+esac
+"""
+"""Of jobs in which only launchers, agents and shims are forked."""
 NAMESPACES = ("pid", "net", "uts", "mnt")
 ROOM = 64 << 10
 """Bytes for a process's variables where the kernel shows them, in /proc/PID/environ."""
@@ -100,13 +108,18 @@ def program(name: str) -> str:
     return str(_programs() / name)
 
 
+def _write(program: Path, text: str) -> None:
+    program.write_text(text)
+    program.chmod(0o755)
+
+
 @functools.cache
 def _programs() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="dadt-forkserver-")
-    for name in ("python", "dadt", "torchrun", "plain-python", "plain-dadt"):
-        program = Path(folder.name, name)
-        program.write_text(f"#!{sys.executable} -IS\n{FORKED.read_text()}")
-        program.chmod(0o755)
+    programs = dict.fromkeys(("python", "dadt", "torchrun", "plain-dadt", "plain-agent"), FORKED.read_text())
+    for name, text in programs.items():
+        _write(Path(folder.name, name), f"#!{sys.executable} -IS\n{text}")
+    _write(Path(folder.name, "plain-python"), PLAIN_PYTHON.format(folder=folder.name, python=sys.executable))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ROOM": ROOM * "x"}
     commands = [[sys.executable, __file__, str(Path(folder.name, name))] for name in (RANKS, JOBS)]
     processes = [
@@ -239,7 +252,7 @@ def serve(address: str) -> dict[str, Any] | None:
                         os.close(file)
                     for each in (connection, listener, ready, *forked):
                         each.close()
-                    what = json.loads(order)
+                    what = marshal.loads(order)
                     for number, file in zip(what["numbers"], given, strict=True):
                         os.dup2(file, number)
                         os.close(file)
@@ -342,6 +355,8 @@ def main() -> None:
     sys.path.pop(0)  # this folder
     for name in IMPORTED[Path(sys.argv[1]).name]:
         importlib.import_module(name)
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        each.atexit = False  # torch takes apart all its libraries of operators
     gc.freeze()
     if (order := serve(sys.argv[1])) is None:
         return

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+from harness import forkserver
 from harness.machine import Network
 from harness.patience import PATIENCE
 
@@ -25,7 +26,7 @@ BACKENDS = ("paramiko", "openssh")
 @contextmanager
 def launched(network: Network, backend: str, *names: str, **knobs: Any) -> Iterator[list[Future[Channel]]]:
     """The launcher's futures for these hosts (h0 where none is named); their channels are ended at the end."""
-    values = {"ssh_config": str(network.config), "start_timeout": PATIENCE, **knobs}
+    values = {"ssh_config": str(network.config), "start_timeout": PATIENCE, "python": forkserver.python(), **knobs}
     launcher: Launcher = ssh_launcher(Config(ssh_backend=backend, **values))
     with network.launcher.entered():
         futures = launcher.launch([_host(name) for name in names or ("h0",)])

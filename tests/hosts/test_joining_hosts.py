@@ -39,7 +39,7 @@ while joins or len(list(Path().glob("joined*"))) < int(sys.argv[1]):
         with open("log", "a") as file:
             file.write(rank)
         subprocess.run(["touch", f"joined{rank}" if joins else "ready"], check=True)  # kept apart otherwise
-    time.sleep(0.005)
+    time.sleep(0.03)
 print("ends after", step)
 """
 OPTIONS = ("--min-np", "2", "--algorithm", "gossip", "--executor", "tcp", "--output", "all", "--orphan-timeout", "4")

@@ -18,10 +18,9 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from harness import ROOT
+from harness import ROOT, forkserver
 from harness.machine import FOLDERS, Machine, Network
 from harness.patience import PATIENCE, await_that
-from harness.run import DADT
 
 Resource = dict[str, Any]
 SECRET = "what openssl rand -hex 32 prints"
@@ -116,7 +115,7 @@ def start(machine: Machine, folder: Path, command: list[str], index: int, **env:
         env={
             **os.environ,
             **env,
-            "PATH": f"{Path(DADT[0]).parent}{os.pathsep}{os.environ['PATH']}",
+            "PATH": f"{Path(forkserver.dadt()).parent}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(machine.home),
             "CUDA_VISIBLE_DEVICES": "-1",
             "OMP_NUM_THREADS": "1",

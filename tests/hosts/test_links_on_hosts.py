@@ -9,8 +9,8 @@ import subprocess
 import time
 
 import pytest
+from harness import forkserver
 from harness.patience import PATIENCE, await_that
-from harness.run import DADT
 
 TRAIN = """
 import os, torch
@@ -40,7 +40,7 @@ def test_a_bad_cable_is_told_by_the_names_of_its_hosts(hosts, start, executor):
     def shows() -> bool:
         assert job.process.poll() is None, job.finish()
         if names := sorted((job.folder / "dadt-logs").glob("????")):  # the job answers a moment later
-            ps = network.launcher.enter([*DADT, "ps", "-v", names[0].name])
+            ps = network.launcher.enter([forkserver.dadt(), "ps", "-v", names[0].name])
             seen.append(subprocess.run(ps, capture_output=True, text=True, timeout=PATIENCE).stdout)
         return ROW.search(seen[-1]) is not None
 
@@ -72,10 +72,10 @@ def test_a_bad_cable_is_told_by_the_names_of_its_hosts(hosts, start, executor):
     events = [json.loads(line.rstrip(",")) for line in (job.folder / "out.json").read_text().splitlines()[1:-1]]
     rates = [event["args"]["Mbit/s sent"] for event in events if event["ph"] == "C" and event["pid"] == 0]
     assert 40 <= statistics.median(rates) <= 110  # where one was lost, acknowledgments of many packets come at once
-    network.launcher.run(*DADT, "report", folder)
+    network.launcher.run(forkserver.dadt(), "report", folder)
     report = (folder / "report.html").read_text()
     assert "Links between hosts" in report and "sent again (other links" in report
-    assert "time per step" in network.launcher.run(*DADT, "timeline", job.folder / "out.json")
+    assert "time per step" in network.launcher.run(forkserver.dadt(), "timeline", job.folder / "out.json")
 
 
 @pytest.mark.slow

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
+from pathlib import Path
 
 import pytest
-from harness import ROOT
+from harness import ROOT, forkserver
 from harness.patience import PATIENCE
 
 from benchmarks.many_hosts import Averages
 
-RUN = """
-import json
+RUN = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
 from benchmarks.many_hosts import Scene, averages
-print(json.dumps(averages(Scene({}), {}, {})))
+print(json.dumps(averages(Scene({{}}), {{}}, {{}})))
 """
 """In a process of its own, which forks a rank for each host."""
 
 
 @pytest.fixture
-def averages(network_possible: None):
+def averages(network_possible: None, tmp_path: Path):
     def measure(scene: str, contenders: list[str], rounds: int) -> list[Averages]:
-        command = [sys.executable, "-c", RUN.format(scene, contenders, rounds)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        (tmp_path / "run.py").write_text(RUN.format(scene, contenders, rounds))
+        command = [forkserver.python(), "run.py"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
         assert done.returncode == 0, done.stderr
         return [Averages(*json.loads(done.stdout)[name]) for name in contenders]
 

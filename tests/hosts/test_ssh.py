@@ -117,7 +117,7 @@ def test_what_stands_in_the_home_folder_is_not_imported(hosts: Hosts, backend: s
     network = hosts(1)
     for name in ("json", "socket", "dadt"):
         (network[0].home / f"{name}.py").write_text(f"raise SystemExit('the wrong {name}')\n")
-    assert outcome(network, backend) == ""
+    assert outcome(network, backend, python=sys.executable) == ""
 
 
 def test_a_python_with_a_space_in_its_path(hosts: Hosts, backend: str, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_an_agent_ends_when_the_launcher_hangs_up(hosts: Hosts, backend: str) ->
 
 def test_end_gives_an_agent_up_that_does_not_end(hosts: Hosts, backend: str) -> None:
     network = hosts(1)
-    with launched(network, backend) as (future,):
+    with launched(network, backend, python=sys.executable) as (future,):
         channel = future.result()
         ask(channel)
         (pid,) = (pid for pid, command in network[0].processes().items() if "dadt.launch.agent" in command)

@@ -260,7 +260,7 @@ def agents(machine: Machine) -> list[int]:
 
 def test_an_agent_that_is_killed(hosts: Hosts, backend: str) -> None:
     network = hosts(1)
-    with launched(network, backend) as (future,):
+    with launched(network, backend, python=sys.executable) as (future,):
         channel = future.result(20.0)
         ask(channel)
         (pid,) = agents(network[0])

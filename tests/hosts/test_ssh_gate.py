@@ -13,7 +13,7 @@ from harness.machine import Network
 def test_an_sshd_is_not_asked_for_more_than_it_lets_in(hosts: Callable[[int], Network], backend: str) -> None:
     network = hosts(1)
     network[0].reload("MaxStartups 10:100:10")
-    names = [f"name{number}" for number in range(20)]
+    names = [f"name{number}" for number in range(14)]
     for name in names:
         network.configure(name, HostName=network[0].address)
     with launched(network, backend, *names) as futures:

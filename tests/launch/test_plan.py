@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import forkserver
 from harness.patience import PATIENCE, await_that
 from harness.run import DADT
 
@@ -235,9 +236,15 @@ def test_on_and_off_of_yaml_are_words(tmp_path):
 
 
 def dadt(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    outer = {name: value for name, value in os.environ.items() if name != "DADT_OUTPUT"}  # which all tests have
+    of_tests = ("DADT_OUTPUT", "PYTEST_CURRENT_TEST")  # which is as long as a case's text
+    outer = {name: value for name, value in os.environ.items() if name not in of_tests}
     return subprocess.run(
-        [*DADT, *arguments], cwd=folder, env={**outer, **env}, capture_output=True, text=True, timeout=PATIENCE
+        [forkserver.dadt(ranks=False), *arguments],
+        cwd=folder,
+        env={**outer, **env},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
 
 
