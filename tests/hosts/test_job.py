@@ -12,7 +12,7 @@ import sys
 import time
 
 import pytest
-from harness import ROOT
+from harness import ROOT, forkserver
 from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 
 import dadt
@@ -352,8 +352,9 @@ except LookupError as error: print(error)
 """
     network = hosts(2)
     (tmp_path / "main.py").write_text(code)
-    command = network.launcher.enter([sys.executable, "main.py", network.config], tmp_path)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    command = network.launcher.enter([forkserver.python(), "main.py", network.config], tmp_path)
+    env = {**os.environ, "DADT_PYTHON": forkserver.python()}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout.splitlines() == ["[('h0', 0), ('h1', 10), ('h1', 20)]", "on h1"], done.stderr
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-SCRIPT = """
+STEPS = 14
+SCRIPT = f"""
 import contextlib, os, signal, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard
@@ -29,11 +30,11 @@ elif kind == "ddp":
     model = nn.parallel.DistributedDataParallel(model)
 else:
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize_module(model, mesh, {"0": ColwiseParallel(), "3": RowwiseParallel()})
+    parallelize_module(model, mesh, {{"0": ColwiseParallel(), "3": RowwiseParallel()}})
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, {STEPS})
 norms, best, mean = 0.0, 1e9, torch.zeros(())
-for step in range(24):
+for step in range({STEPS}):
     drawn = torch.Generator().manual_seed(100 * step + (number // 2 if kind == "tensor" else number))
     optimizer.zero_grad()
     loss = model(torch.randn(4, 8, generator=drawn)).pow(2).mean()
@@ -82,25 +83,25 @@ def ends(result: Any) -> list[str]:
     ],
 )
 def test_a_resumed_job_ends_with_the_same_bits(launch, kind: str, options: tuple[str, ...]) -> None:
-    whole = launch(SCRIPT, *OPTIONS, *options, "--snapshot-every", "8steps", "train.py", kind, "-1")
+    whole = launch(SCRIPT, *OPTIONS, *options, "--snapshot-every", "4steps", "train.py", kind, "-1")
     expected = ends(whole)
     assert len(expected) == 4
     weights = [each.split()[3:5] for each in expected]
     assert weights.count(weights[0]) == 4 or "local" in options  # whose last average comes later
     resumed = launch(SCRIPT, *OPTIONS, *options, "--resume", whole.job, "train.py", kind, "-1")
     assert ends(resumed) == expected
-    assert "resumed: 16 steps replayed" in resumed.err and "the checkpoint is one of" not in resumed.err
+    assert "resumed: 12 steps replayed" in resumed.err and "the checkpoint is one of" not in resumed.err
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--algorithm", "sync"), marks=pytest.mark.slow)])
 def test_a_script_whose_mesh_spans_hosts_goes_on_too(launch, options: tuple[str, ...]) -> None:
     hybrid = ["-np", "4", "--warmup-steps", "5", *options]
-    whole = launch(SCRIPT, *hybrid, "--snapshot-every", "8steps", "train.py", "hsdp", "-1")
+    whole = launch(SCRIPT, *hybrid, "--snapshot-every", "4steps", "train.py", "hsdp", "-1")
     expected = ends(whole)
     assert len(expected) == 4 and "averaged between the 2 rows by --algorithm" in whole.err
     resumed = launch(SCRIPT, *hybrid, "--resume", whole.job, "train.py", "hsdp", "-1")
     assert ends(resumed) == expected
-    assert "resumed: 16 steps replayed" in resumed.err
+    assert "resumed: 12 steps replayed" in resumed.err
 
 
 @pytest.mark.slow
@@ -116,35 +117,35 @@ def test_a_job_that_may_restart_goes_on_from_its_snapshot(launch) -> None:
     """Without asking for snapshots; the script cannot have trained again from its top, as it dies in each attempt that
     comes to the step."""
     script = SCRIPT.replace("step == int(dies)", "step == int(dies) and not int(os.environ['DADT_RESTARTS'])")
-    options = [*OPTIONS, "--snapshot-every", "8steps"]
+    options = [*OPTIONS, "--snapshot-every", "4steps"]
     undisturbed = launch(script, *options, "train.py", "fsdp2", "-1")
-    restarted = launch(script, *options, "--max-restarts", "1", "train.py", "fsdp2", "20")
+    restarted = launch(script, *options, "--max-restarts", "1", "train.py", "fsdp2", "10")
     assert ends(restarted) == ends(undisturbed)
-    assert re.search(r"resumed: (8|16) steps replayed", restarted.err), restarted.err
+    assert re.search(r"resumed: (4|8) steps replayed", restarted.err), restarted.err
 
 
 @pytest.mark.slow
 def test_fewer_islands_go_on_with_the_data_of_all(launch) -> None:
     loader = SCRIPT.replace(
-        "for step in range(24):",
-        "data = torch.utils.data.TensorDataset(torch.randn(24 * 16, 8))\n"
+        f"for step in range({STEPS}):",
+        f"data = torch.utils.data.TensorDataset(torch.randn({STEPS} * 16, 8))\n"
         "loader = torch.utils.data.DataLoader(data, batch_size=4)\nread = 0\nfor step, (x,) in enumerate(loader):",
     ).replace("torch.randn(4, 8, generator=drawn)", "x")
     loader = loader.replace("optimizer.zero_grad()", "optimizer.zero_grad(); read += len(x)").replace(
         "*sums,", "*sums, read,"
     )
-    whole = launch(loader, *OPTIONS, "--snapshot-every", "8steps", "train.py", "fsdp2", "-1")
+    whole = launch(loader, *OPTIONS, "--snapshot-every", "4steps", "train.py", "fsdp2", "-1")
     read = [int(each.split()[5]) for each in ends(whole)]
-    assert read == [24 * 8] * 4  # ranks of an island read the same, as the script asks for its rank
+    assert read == [STEPS * 8] * 4  # ranks of an island read the same, as the script asks for its rank
     fewer = launch(loader, "-np", "2", *OPTIONS[2:], "--resume", whole.job, "train.py", "fsdp2", "-1")
     ended = ends(fewer)
-    assert [int(each.split()[5]) for each in ended] == [24 * 16] * 2
+    assert [int(each.split()[5]) for each in ended] == [STEPS * 16] * 2
     assert len({tuple(each.split()[3:5]) for each in ended}) == 1
 
 
 def test_islands_of_another_size_are_refused(launch) -> None:
     script = SCRIPT.replace('kind in ("fsdp2", "hsdp")', "False").replace('kind == "ddp"', "True")
-    whole = launch(script, "-np", "2", "--snapshot-every", "8steps", "train.py", "fsdp2", "-1")
+    whole = launch(script, "-np", "2", "--snapshot-every", "4steps", "train.py", "fsdp2", "-1")
     assert whole.code == 0, whole.err
     other = launch(script, "-np", "2", "--island", "2", "--resume", whole.job, "train.py", "fsdp2", "-1")
     assert other.code == 2
