@@ -12,7 +12,7 @@ from simulation.kinds import GOSSIP, ISLANDS, JOBS, KINDS, MOST_SEEDS, MUTATIONS
 from simulation.search import CRASHED, Simulation, collects_seldom
 
 FINDERS = [
-    *(416, 459, 523, 527, 556, 580, 614, 688, 847, 1014, 1067, 1139, 1279, 1292, 1304, 1680),
+    *(416, 459, 523, 527, 556, 580, 614, 688, 847, 1014, 1067, 1139, 1252, 1279, 1292, 1304, 1680),
     *(2700, 2782, 3444, 3502),
 ]
 """Seeds of jobs by which deliberate faults are found that none before finds (docs/results/faults.md)."""
