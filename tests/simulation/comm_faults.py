@@ -227,7 +227,10 @@ class Adds(NamedFault):
 
     def submits(self, tensors: list[NamedTensor], random: Random) -> list[NamedTensor]:
         place = random.randrange(len(tensors))
-        other = replace(tensors[place], name=f"{tensors[place].name} of rank {self.rank}")
+        name, names = f"{tensors[place].name} of rank {self.rank}", {each.name for each in tensors}
+        while name in names:
+            name += " again"
+        other = replace(tensors[place], name=name)
         return [*tensors, other] if random.random() < 0.5 else [*tensors[:place], other, *tensors[place + 1 :]]
 
 
