@@ -254,7 +254,8 @@ def test_the_table_of_who_writes(job, tmp_path: Path, column: str) -> None:
 
 
 OTHERWISE = {
-    "group": 'torch.distributed.init_process_group("gloo"); torch.distributed.get_rank()',
+    # the barrier, as the first rank may end else while the other still needs its store
+    "group": 'torch.distributed.init_process_group("gloo"); torch.distributed.barrier(); torch.distributed.get_rank()',
     "init": "import dadt; dadt.init()",
 }
 
