@@ -21,9 +21,9 @@ BUILT := pyproject.toml dadt/config/version.py $(wildcard CMakeLists.txt) $(shel
 demo: .venv/installed
 	$(BIN)/dadt run -np $(WORKERS) examples/mnist.py --epochs 3
 
-# Three things at a time: pip, mypy and C++ ranks leave a core idle, as do a third of the time the tests that follow.
+# Two things at a time, as pip, mypy and C++ ranks leave a core idle. Then three tests at a time: a third of the time they wait.
 test:
-	$(MAKE) --jobs 3 --output-sync=target lint native docs machines
+	$(MAKE) --jobs 2 --output-sync=target lint native docs machines
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow" --durations 30 --durations-min 3
 
 # What is quick: lint, types, layers, and the tests that start no processes.

@@ -69,8 +69,7 @@ def test_a_long_link_has_several_connections(link: LongLink, tmp_path: Path) -> 
     assert found, err
     count, mbit, milliseconds = int(found[1]), float(found[2]), float(found[3])
     assert 1 < count <= 16
-    # Of 200: what came after a lost packet, or while its reader had no processor, is acknowledged late and at once.
-    assert 10 < mbit < 400
+    assert 10 < mbit < 300  # of 200; where a packet is lost, what came after it is acknowledged late and at once
     assert 45 < milliseconds < 200
 
 

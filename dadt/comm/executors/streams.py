@@ -53,16 +53,16 @@ def measure(connections: Sequence[socket.socket], seconds: float) -> float:
     for each in connections:
         each.setblocking(False)
     best = calm = 0.0
-    seen = deque([(_acknowledged(connections), monotonic())], _CALM + 1)
+    seen = deque([_acknowledged(connections)], _CALM + 1)
     for _ in range(_ROUNDS):
-        end = seen[-1][1] + seconds
+        end = seen[-1][2] + seconds
         while monotonic() < end:
             for each in connections:
                 with suppress(OSError):  # the buffer is full, or the other side has closed the connection
                     each.send(data)
             sleep(seconds / 16)
-        seen.append((_acknowledged(connections), monotonic()))
-        (before, begun), (after, now) = seen[0], seen[-1]
+        seen.append(_acknowledged(connections))
+        (before, begun, _), (after, _, now) = seen[0], seen[-1]
         rate = (after - before) / (now - begun)
         calm = 0 if rate > _GROWTH * best else calm + (best > 0)
         best = max(best, rate)
@@ -87,8 +87,11 @@ def drop(connection: socket.socket) -> None:
     connection.close()
 
 
-def _acknowledged(connections: Sequence[socket.socket]) -> int:
-    return sum(_info(each)[1] for each in connections)
+def _acknowledged(connections: Sequence[socket.socket]) -> tuple[int, float, float]:
+    """Return the bytes acknowledged, and the times before and after they were counted: where this process had no
+    processor in between, a rate from one time alone would be too high."""
+    begun = monotonic()
+    return sum(_info(each)[1] for each in connections), begun, monotonic()
 
 
 def _info(connection: socket.socket) -> tuple[int, int, int]:
