@@ -309,7 +309,7 @@ AGENT = Speaker(
         "stack": FrameKind({"number": COUNT, "rank": RANK, "problem": text(TEXT)}, OUTPUT),
         "refused": FrameKind({"rank": RANK, "why": text(TEXT)}),
         "preempted": FrameKind({}),
-        "unheeded": FrameKind({"number": SIGNAL, "ranks": _ranks}),
+        "unheeded": FrameKind({"number": SIGNAL, "ranks": _ranks, "handled": flag}),
         "end": FrameKind({"stuck": listed(PID, 1 << 16), "signal": whole(0, 64)}),
     },
     header=8 << 20,
@@ -327,7 +327,7 @@ _job: dict[str, Check] = {
     "job": text(64), "env": VARIABLES, "workers": listed(_worker, 1 << 16), "cwd": PATH, "terminal": TERMINAL,
     "adopt": number, "stays_": flag, "secret": text(64),
     "heartbeat_": record(index=RANK, address=text(64), timeout=number),
-    "checkpoint_": record(number=SIGNAL, grace=number, alone=flag),
+    "checkpoint_": record(number=SIGNAL, grace=number, alone=flag, island=whole(1, MOST_RANKS)),
 }  # fmt: skip
 
 LAUNCHER = Speaker(

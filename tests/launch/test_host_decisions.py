@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_ctrl_c_reaches_those_that_train_at_a_step_and_the_others_at_once(world:
 
 
 def test_a_process_that_listens_no_more_gets_the_signal_itself() -> None:
-    world = OneHost(checkpoint={"number": 10, "grace": 40.0, "alone": True})
+    world = OneHost(checkpoint={"number": 10, "grace": 40.0, "alone": True, "island": 1})
     world.hear(4, "claim")
     world.host.unsent(4, Frame("save", {"patience": 0.0}))
     world.host.unsent(4, Frame("interrupt", {"patience": 2.0}))
@@ -173,7 +174,7 @@ def test_only_one_process_trains_as_a_rank(world: OneHost) -> None:
 
 
 def test_a_preempted_host_saves_and_names_who_cannot() -> None:
-    world = OneHost(checkpoint={"number": 10, "grace": 40.0, "alone": True})
+    world = OneHost(checkpoint={"number": 10, "grace": 40.0, "alone": True, "island": 1})
     world.hear(4, "claim")
     world.host.told_to_end({15}, world.now)
     world.take()
@@ -182,12 +183,29 @@ def test_a_preempted_host_saves_and_names_who_cannot() -> None:
     world.host.save(find, living=[4, 5], heedless=[5])
     world.take()
     assert world.answers(4)[-1] == Frame("save", {"patience": 0.0})
-    assert world.told("unheeded") == [Frame("unheeded", {"number": 10, "ranks": [5]})]
+    assert world.told("unheeded") == [Frame("unheeded", {"number": 10, "ranks": [5], "handled": False})]
     assert not any(isinstance(each, SignalProcess) for each in world.actions)
     world.later(39.0)
     assert not any(isinstance(each, TerminateAll) for each in world.actions)
     world.later(2.0)
     assert isinstance(world.actions[-1], TerminateAll)
+
+
+@pytest.mark.parametrize(("trains", "heedless"), [((4,), ()), ((4, 5), (5,)), ((4, 5), ())])
+def test_in_an_island_all_save_or_none(trains: Sequence[int], heedless: Sequence[int]) -> None:
+    world = OneHost(checkpoint={"number": 10, "grace": 40.0, "alone": False, "island": 2})
+    for rank in trains:
+        world.hear(rank, "claim")
+    world.order("signal", number=10)
+    (find,) = (each for each in world.actions if isinstance(each, FindHandlers))
+    world.host.save(find, living=[4, 5], heedless=heedless)
+    world.take()
+    asked = [rank for rank in trains if world.answers(rank)[-1].kind == "save"]
+    assert asked == ([4, 5] if len(trains) == 2 and not heedless else [])
+    assert not any(isinstance(each, SignalProcess) for each in world.actions)
+    unheeded = [each.header for each in world.told("unheeded")]
+    left_out = [{"number": 10, "ranks": sorted({4, 5} - set(heedless)), "handled": True}] if not asked else []
+    assert unheeded == [{"number": 10, "ranks": [rank], "handled": False} for rank in heedless] + left_out
 
 
 def test_a_rank_waits_for_the_file_that_the_first_one_writes(world: OneHost) -> None:

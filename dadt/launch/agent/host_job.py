@@ -61,8 +61,8 @@ class HostJob:
         self._stays = job.get("stays", False)
         self._checkpoint: Mapping[str, Any] | None = job.get("checkpoint")
         """How scripts save when this host is preempted: `number` of the signal that asks them to save, `grace` (seconds
-        that saving may take), and `alone` (whether workers of other hosts continue training and do not save). None if
-        scripts cannot save."""
+        that saving may take), `alone` (whether workers of other hosts continue training and do not save), and `island`
+        (how many ranks an island has; 1 without islands). None if scripts cannot save."""
         self._preempted = False
         secret, number = bytes.fromhex(job["secret"]), self._checkpoint["number"] if self._checkpoint else 0
         self.registry = WorkerRegistry(folder, self.ranks, secret, number, self.outbox)
@@ -216,13 +216,25 @@ class HostJob:
         handler for the checkpoint signal and do not get it, because it would kill them."""
         assert self._checkpoint is not None
         able = set(living) - set(heedless)
+        able -= (early := self._early(able, living))
         patience = min(self._checkpoint["grace"] / 4, MOST_PATIENCE) if action.together else 0.0
         # The ranks in `asked` raise the signal themselves, all after the same step.
         asked = self.registry.tell_to_save(able, patience)
         for rank in able - asked:
             self.outbox.put(SignalProcess(action.processes[rank], action.number))
-        if heedless:
-            self.outbox.tell("unheeded", number=action.number, ranks=sorted(heedless))
+        for ranks, handled in ((heedless, False), (early, True)):
+            if ranks:
+                self.outbox.tell("unheeded", number=action.number, ranks=sorted(ranks), handled=handled)
+
+    def _early(self, able: Collection[int], living: Collection[int]) -> set[int]:
+        """Return those of the ranks `able` to save that may not do so yet, as another rank of their island does not
+        train or cannot save: in an island all save together, as each has a part of the model."""
+        assert self._checkpoint is not None
+        if (size := self._checkpoint["island"]) == 1:
+            return set()
+        ready = self.registry.training & set(able)
+        late = {rank // size for rank in living if rank not in ready}
+        return {rank for rank in able if rank // size in late}
 
     @property
     def _all_ended(self) -> bool:

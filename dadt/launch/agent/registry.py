@@ -162,11 +162,20 @@ class WorkerRegistry:
     def tell_training(self, ranks: Collection[int], frame: Frame) -> set[int]:
         """Send a frame to the processes that train as these ranks and that receive reports. Returns the ranks to which
         it was sent."""
-        lines = [line for line in self.lines.values() if line.listens and line.rank in ranks]
-        told = [line for line in lines if line.rank in self.claims and self.claims[line.rank].pid == line.process.pid]
-        for line in told:
+        training = [line for line in self._training if line.rank in ranks]
+        for line in training:
             self._outbox.answer(line.number, frame)
-        return {line.rank for line in told}
+        return {line.rank for line in training}
+
+    @property
+    def training(self) -> set[int]:
+        """The ranks that train and receive reports."""
+        return {line.rank for line in self._training}
+
+    @property
+    def _training(self) -> list[Line]:
+        listening = [line for line in self.lines.values() if line.listens and line.rank in self.claims]
+        return [line for line in listening if self.claims[line.rank].pid == line.process.pid]
 
     def hung_up(self, number: int) -> None:
         """Forget a connection that was closed, and the questions that were asked on it."""

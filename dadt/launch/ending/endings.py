@@ -82,11 +82,12 @@ class Endings:
             self._termination.preempt(Preemption(who, host=True), now)
 
     def unheeded(self, event: Event) -> None:
-        """Warn the user that workers on a host did not save, because they have no handler for the checkpoint signal and
-        it was therefore not sent to them."""
+        """Warn the user that workers on a host did not save: the checkpoint signal was not sent to them, because they
+        have no handler for it, or because not all ranks of their island can save yet."""
         where = f" on {event.node.name}" if event.node.name else ""
         name, deaf = signal_name(event.frame["number"]), ranks(event.frame["ranks"])
-        self._outbox.say(f"{deaf}{where}: no handler of {name}, so it was not sent; nothing saved", "warning")
+        why = f"no handler of {name}" if not event.frame["handled"] else "not all of the island trains"
+        self._outbox.say(f"{deaf}{where}: {why}, so it was not sent; nothing saved", "warning")
 
     def lost(self, event: Event) -> None:
         """Handle the loss of a host's agent. If enough ranks are left, they continue training; otherwise the job

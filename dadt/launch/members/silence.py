@@ -218,11 +218,12 @@ class Silences:
         return place, f"{self._nodes[place].name}: {self._text(pair, found[pair], now)}"
 
     def _never_heard(self, places: Collection[int]) -> Mapping[tuple[int, int], Outage]:
-        """Return an outage for each pair of hosts of which one has never received a heartbeat from the other, although
-        it receives those of most hosts, so that no firewall in front of it rejects them all."""
-        missed = Counter(listener for listener, _ in self._unheard)
+        """Return an outage for each pair of `places` of which one has never received a heartbeat from the other,
+        although it receives those of most of them, so that no firewall in front of it rejects them all."""
+        unheard = {pair: since for pair, since in self._unheard.items() if set(pair) <= set(places)}
+        missed = Counter(listener for listener, _ in unheard)
         found = dict[tuple[int, int], Outage]()
-        for (listener, other), since in self._unheard.items():
+        for (listener, other), since in unheard.items():
             if 2 * missed[listener] < len(places):
                 found.setdefault(_pair(listener, other), Outage(since, since)).deaf.add(listener)
         return found

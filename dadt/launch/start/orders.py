@@ -106,9 +106,9 @@ def _order(
     }
     if number := of_checkpoint(where.config):
         # `alone` says whether the ranks of other hosts can continue training without this host.
-        least = where.config.min_np * (slots[0].island_size or 1)
-        alone = 0 < least <= len(where.slots) - len(slots)
-        header |= {"checkpoint": {"number": number, "grace": where.config.grace, "alone": alone}}
+        island = slots[0].island_size or 1
+        alone = 0 < where.config.min_np * island <= len(where.slots) - len(slots)
+        header["checkpoint"] = {"number": number, "grace": where.config.grace, "alone": alone, "island": island}
     if beats:
         own = {"index": slots[0].cross_rank, "address": node.address, "timeout": where.config.heartbeat_timeout}
         header |= {"heartbeat": own}
