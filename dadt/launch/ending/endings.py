@@ -98,7 +98,7 @@ class Endings:
         if self._termination.goes_on and self._membership.lose(here, why, now):
             node.works = False
         else:
-            if not node.told:
+            if not (node.told or self._goes_on_without(node)):
                 self._termination.lost(node.heard, now)
             text = f"{frame['message']}; all its workers were stopped"
             self.lose(node, text, now, frame.get("time", float("inf")))
@@ -122,10 +122,15 @@ class Endings:
         """Handle that agents have missed their deadline to end. One that was silent since before others were asked to
         end is the reason for that, like one that is known to be lost, if these are all others or it was silent for
         long."""
-        silent = [node for node in self._nodes if node.works and not node.told]
-        told = all(node.told for node in self._nodes if node not in silent)
+        needed = [node for node in self._nodes if not self._goes_on_without(node)]
+        silent = [node for node in needed if node.works and not node.told]
+        told = all(node.told for node in needed if node not in silent)
         for node in silent:
             self._termination.lost(node.heard if told else node.heard + END_SECONDS, now)
+
+    def _goes_on_without(self, node: Node) -> bool:
+        """Return whether the job has gone on without the ranks of this host, so that its loss ends nothing."""
+        return all(self._rendezvous.members[rank].lost for rank in node.ranks)
 
     def unstarted(self, event: Event) -> None:
         """Handle the report of an agent that could not start its workers."""
