@@ -208,6 +208,13 @@ class Invariants:
         if {*with_islands(members, self._job.launcher.slots)} != {*members}:
             raise Broken(f"islands train on without some of their ranks: {members}")
 
+    def starts_anew(self, launcher: Launcher, rank: int) -> None:
+        """The launcher has a new worker started in place of a lost rank: there is something left to train."""
+        members = [gauge.member for gauge in self._watch.gauges]
+        began = {member.rank for member in members if not (member.lost or member.joined)}
+        if began <= launcher.at_end:
+            raise Broken(f"a new worker is started in place of rank {rank}, though all others are at their end")
+
     def trains(self, worker: Rank) -> None:
         """A rank has taken a step: its host still hears the launcher, or has not been without it for long."""
         job, now = self._job, self._job.world.now

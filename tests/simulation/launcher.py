@@ -81,6 +81,8 @@ class Launcher:
         """When it has lost an agent."""
         self.exits: set[int] = set()
         """Ranks of which it has heard that a process of theirs has ended."""
+        self.at_end: set[int] = set()
+        """Ranks that have told it of the end of their script."""
         self.said: list[tuple[float, str, str]] = []
         """Time, level and text of each line that the user reads in this attempt."""
         self._events: list[Event] = []
@@ -275,6 +277,10 @@ class Launcher:
             self.open.note(event)
             if event.frame.kind == "exit":
                 self.exits.add(event.frame["rank"])
+            elif event.frame.kind == "ending":
+                self.at_end.add(event.frame["rank"])
+            elif event.frame.kind == "hello":
+                self.at_end.discard(event.frame["rank"])
             job.take(event)
             self._carry_out(job)
         job.turn(now)
@@ -337,6 +343,8 @@ class Launcher:
         elif frame.kind == "regroup":
             self.generation = frame["generation"]
             self._simulated.invariants.regrouped(frame["members"])
+        elif frame.kind == "worker":
+            self._simulated.invariants.starts_anew(self, frame["rank"])
         elif frame.kind in ("stop", "interrupt", "preempt") and "natural" not in frame.header:
             grace = frame.get("grace", self._simulated.config.grace)
             seconds = grace if frame.kind == "stop" else 2 * grace
