@@ -189,7 +189,8 @@ def page(study: dict[str, Any]) -> str:
     for found in study["scenes"]:
         scene = Scene(**found["scene"])
         cells = [scene.title, f"{scene.least:.2f}"]
-        for first, *rest in found["seconds"].values():
+        for first, *later in found["seconds"].values():
+            rest = later[-max(2, len(later) // 2) :]  # once it is known in which groups ranks average
             cells += [f"{first:.2f}", f"{median(rest):.2f} ({scene.least / median(rest):.0%})"]
         resent = [f"{sum(found['resent'][name]) / sum(sent):.2%}" for name, sent in found["sent"].items() if sum(sent)]
         lines.append([*cells, ", ".join(resent)])

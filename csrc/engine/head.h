@@ -21,8 +21,9 @@ struct Head {
   uint64_t lane;    // bytes of the operation's lane, which follows the header
   double weight;
   uint64_t rate;       // bytes per second that the rank's link can carry; 0 if unknown
+  uint64_t cost;       // nanoseconds per MiB of the rank's last large operation; 0 if unknown
   uint64_t name_hash;  // hash of the operation's whole name
-  char name[440];      // beginning of the operation's name
+  char name[432];      // beginning of the operation's name
 };
 static_assert(sizeof(Head) == 512);
 

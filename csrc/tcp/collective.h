@@ -10,6 +10,7 @@
 #include "tcp/greetings.h"
 #include "tcp/link_speed.h"
 #include "tcp/parts.h"
+#include "tcp/ways.h"
 
 namespace dadt {
 
@@ -43,7 +44,9 @@ struct CollectiveMemory {
 // Allreduce: each rank owns a part of the values, which is smaller for ranks with slower links. In phase 1
 // each rank sends its values of each part to the part's owner. The owner sums them piece by piece, in the
 // order of ranks and while they are in its cache, and sends the sums to all ranks in phase 2. Small
-// operations have no phase 2: each rank sends all its values to every rank, which sums them. Broadcast: the
+// operations have no phase 2: each rank sends all its values to every rank, which sums them. In several
+// groups (see Ways), each rank owns a part among the ranks of its group, and passes the sums so far on to the
+// rank with the same place in the next group; the last group's results come back the same way. Broadcast: the
 // root sends each rank a part in phase 1, which the rank sends on to all others in phase 2. Exchange: the
 // bytes for each rank are sent in phase 1; the lane contains how many bytes a rank sends to and expects from
 // each other rank. Allgather: only the lane is sent.
@@ -53,7 +56,7 @@ struct CollectiveMemory {
 class Collective {
  public:
   // number: number of the operation on this executor, which must be equal on all ranks.
-  Collective(Links& links, CollectiveMemory& memory, Parts& parts, const Operation& operation,
+  Collective(Links& links, CollectiveMemory& memory, Parts& parts, Ways& ways, const Operation& operation,
              uint32_t number, double timeout);
 
   // Blocks until this rank has received all data, and the kernel has accepted all data that it sends. Throws
@@ -76,12 +79,21 @@ class Collective {
     size_t consumed = 0;                           // number of received pieces that are no longer needed
   };
 
+  // The ranks with the same place in the groups before and after this rank's.
+  int earlier() const { return rank_ - group_; }
+  int later() const { return rank_ + group_; }
+  bool has_earlier() const { return earlier() >= 0; }
+  bool has_later() const { return later() < world_size_; }
+  int place_of(int rank) const { return rank % group_; }
+  bool is_in_group(int rank) const { return rank / group_ == rank_ / group_; }
+
   Range part(int owner) const;
   size_t bytes_of(int owner) const { return part(owner).count() * item_; }
   uint8_t* output_bytes(int rank) const;
 
   void divide();
   void prepare();
+  void prepare_sums();
   void copy_values();
   void measure();
   void note(size_t bytes);
@@ -105,6 +117,9 @@ class Collective {
   bool advance();
   bool reduce_piece();
   void reduce_plain(Range piece);
+  bool has_room() const;
+  void add_sums(size_t begin, size_t end);
+  void hand_out();
   void reduce_coded(Range piece);
   bool decode_piece(int rank);
   const uint8_t* slot_of(int rank, size_t piece) const;
@@ -117,6 +132,7 @@ class Collective {
   Links& links_;
   CollectiveMemory& memory_;
   Parts& parts_;
+  Ways& ways_;
   const Operation& operation_;
   const int rank_;
   const int world_size_;
@@ -126,8 +142,10 @@ class Collective {
   const size_t item_;
   const size_t total_;         // number of items
   const bool direct_;          // whether each rank receives all values and sums them itself
+  const bool is_large_;        // whether it may go in several groups
+  const int group_;            // number of ranks in a group
   const size_t piece_;         // number of items that are summed at once
-  std::vector<size_t> edges_;  // first item of each rank's part, and the end
+  std::vector<size_t> edges_;  // first item of the part of each rank in a group, and the end
   bool has_holes_ = false;     // whether some outputs are discarded
 
   uint8_t* slots_ = nullptr;     // received pieces of each rank that are still needed
@@ -142,6 +160,7 @@ class Collective {
   std::optional<Shares> shares_;
   size_t pieces_ = 0;  // number of pieces in this rank's part
   size_t done_ = 0;    // number of pieces summed so far
+  size_t passed_ = 0;  // bytes of the sums so far that may be sent to the next group
   size_t ready_ = 0;   // bytes of this rank's part that may be sent in phase 2
   std::vector<iovec> vectors_;
   size_t gathered_ = 0;  // number of bytes in `vectors_`

@@ -54,6 +54,7 @@ void Collective::collect(int rank, size_t at) {
   const std::string& greeting = greetings_.mine();
   if (at < greeting.size()) add(greeting.data() + at, greeting.size() - at);
   at = std::max(at, greeting.size()) - greeting.size();
+  if (rank == later() && at < peer.send_first) return add_sums(at, passed_);
   if (at < peer.send_first) {
     if (operation_.kind == Kind::kExchange) {
       add(static_cast<const uint8_t*>(operation_.inputs[rank]) + at, peer.send_first - at);
@@ -74,18 +75,27 @@ void Collective::collect(int rank, size_t at) {
   at = std::max(at, peer.send_first) - peer.send_first;
   const size_t ready = std::min(ready_, peer.send_second);
   if (at >= ready) return;
-  if (combined_ != nullptr || reduced_ != nullptr) {
-    add((combined_ != nullptr ? combined_ : reduced_) + at, ready - at);
+  if (combined_ != nullptr) {
+    add(combined_ + at, ready - at);
   } else {
-    const size_t begin = part(rank_).begin * item_;
-    add_tensors(operation_.outputs, begin + at, begin + ready, nullptr);
+    add_sums(at, ready);
   }
+}
+
+// Adds bytes [begin, end) of the sums of this rank's part to vectors_. The memory of the results also holds
+// the sums so far: a piece of the results comes back only after these were received.
+void Collective::add_sums(size_t begin, size_t end) {
+  if (begin >= end) return;
+  if (reduced_ != nullptr) return add(reduced_ + begin, end - begin);
+  const size_t first = part(rank_).begin * item_;
+  add_tensors(operation_.outputs, first + begin, first + end, nullptr);
 }
 
 // Returns the number of bytes for a rank that are ready to be sent.
 size_t Collective::sendable(int rank) const {
   const Peer& peer = peers_[rank];
-  return greetings_.mine().size() + peer.send_first + std::min(ready_, peer.send_second);
+  const size_t first = rank == later() ? std::min(passed_, peer.send_first) : peer.send_first;
+  return greetings_.mine().size() + first + std::min(ready_, peer.send_second);
 }
 
 bool Collective::write(int rank) {
@@ -165,6 +175,7 @@ bool Collective::read(int rank) {
   const size_t count = links_.receive(rank, vectors_, title_);
   (is_first ? peer.first : peer.second) += count;
   if (is_first && operation_.kind == Kind::kBroadcast) ready_ = peer.first;
+  if (!is_first && rank == later()) ready_ = peer.second;
   note(count);
   return count > 0;
 }
@@ -209,6 +220,7 @@ void Collective::place_first(int rank) {
 void Collective::place_second(int rank) {
   Peer& peer = peers_[rank];
   const size_t bytes = readable(rank);
+  if (rank == later()) return add_sums(peer.second, peer.second + bytes);
   if (combined_ == nullptr) {
     const size_t begin = part(rank).begin * item_ + peer.second;
     return add_tensors(operation_.outputs, begin, begin + bytes, memory_.sink.take(kAtOnce));

@@ -29,7 +29,7 @@ Error unsound(int rank) {
 
 }  // namespace
 
-Greetings::Greetings(Links& links, const Operation& operation, uint32_t number, uint64_t rate)
+Greetings::Greetings(Links& links, const Operation& operation, uint32_t number, uint64_t rate, uint64_t cost)
     : links_(links),
       operation_(operation),
       rank_(links.rank()),
@@ -41,6 +41,7 @@ Greetings::Greetings(Links& links, const Operation& operation, uint32_t number, 
   head = head_of(operation, operation.layout.total(), lanes_[rank_].size());
   head.number = number;
   head.rate = std::min(rate, kFastest);
+  head.cost = cost;
   peers_[rank_].head_bytes = sizeof head;
   peers_[rank_].is_here = true;
   mine_.assign(reinterpret_cast<const char*>(&head), sizeof head);
@@ -128,6 +129,12 @@ std::vector<uint64_t> Greetings::rates() const {
   std::vector<uint64_t> rates;
   for (const Peer& peer : peers_) rates.push_back(peer.head.rate);
   return rates;
+}
+
+std::vector<uint64_t> Greetings::costs() const {
+  std::vector<uint64_t> costs;
+  for (const Peer& peer : peers_) costs.push_back(peer.head.cost);
+  return costs;
 }
 
 size_t Greetings::bytes_from(int rank) const { return entry(lanes_[rank], rank_).bytes; }

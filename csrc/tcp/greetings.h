@@ -14,7 +14,8 @@ namespace dadt {
 class Greetings {
  public:
   // number: number of the operation on this executor. rate: speed of this rank's link, in bytes per second.
-  Greetings(Links& links, const Operation& operation, uint32_t number, uint64_t rate);
+  // cost: what Ways::cost returns.
+  Greetings(Links& links, const Operation& operation, uint32_t number, uint64_t rate, uint64_t cost);
 
   // Returns the header and lane that this rank sends to every other rank.
   const std::string& mine() const { return mine_; }
@@ -34,6 +35,8 @@ class Greetings {
   std::vector<double> weights() const;
   // Returns the speed of each rank's link.
   std::vector<uint64_t> rates() const;
+  // Returns what the last large operation cost each rank.
+  std::vector<uint64_t> costs() const;
   // Returns the number of bytes that a rank sends to this one in an exchange.
   size_t bytes_from(int rank) const;
   // Returns the lanes, by rank.

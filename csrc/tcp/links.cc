@@ -69,7 +69,7 @@ Links::Links(int rank, const std::vector<std::vector<int>>& sockets, double sile
     streams_.emplace_back(peer, data_[peer]);
     mail_.emplace_back(peer, mail_sockets_[peer]);
   }
-  share_windows(std::vector<uint64_t>(sockets_.size()));
+  share_windows(std::vector<uint64_t>(sockets_.size()), world_size() - 1);
 }
 
 Links::~Links() {
@@ -268,16 +268,15 @@ Traffic Links::traffic() const {
   return all;
 }
 
-void Links::share_windows(const std::vector<uint64_t>& rates) {
-  const double others = world_size() - 1;
-  if (others < 2) return;  // the connection with a single other rank overflows its own queue alone
+void Links::share_windows(const std::vector<uint64_t>& rates, int senders) {
+  if (world_size() < 3) return;  // the connection with a single other rank overflows its own queue alone
   std::vector<size_t> windows(sockets_.size());
   for (int rank = 0; rank < world_size(); ++rank) {
     if (data_[rank].size() != 1) continue;  // several connections are for links with long round trips
     const double rate = static_cast<double>(std::min(rates[rank_], rates[rank]));
     const double trip = streams_[rank].shortest_round_trip();
     const double travels = kRoundTrips * (rate > 0 ? rate : kAssumedRate) * trip;
-    const double window = (travels + std::max(kLeastQueued, kQueued * rate)) / others;
+    const double window = (travels + std::max(kLeastQueued, kQueued * rate)) / senders;
     const double least =
         std::max(kLeastWindow, static_cast<double>(kLeastPackets * streams_[rank].segment_bytes()));
     windows[rank] = static_cast<size_t>(std::clamp(window, least, kLargestWindow));

@@ -98,7 +98,8 @@ class Links {
   Traffic traffic() const;
   // Limits how many bytes each other rank may have in flight to this one, such that all together hardly
   // overflow the queue before a link. rates: speed of each rank's link in bytes per second; 0 if unknown.
-  void share_windows(const std::vector<uint64_t>& rates);
+  // senders: number of ranks that send to this one at once.
+  void share_windows(const std::vector<uint64_t>& rates, int senders);
   // Throws Error if this rank or a peer has called abort.
   void check_aborted();
   // The events of poll(2) to await on a rank's data sockets, and after `wait` the events that have occurred.

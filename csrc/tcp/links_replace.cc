@@ -14,7 +14,7 @@ namespace dadt {
 namespace {
 
 // Longest time to wait for a rank's notice after one of its connections has ended.
-constexpr auto kGoodbye = std::chrono::milliseconds(200);
+constexpr auto kGoodbyeWait = std::chrono::milliseconds(200);
 constexpr auto kLook = std::chrono::milliseconds(1000);
 
 // Detects connections on which the kernel resends bytes because nothing is acknowledged. The kernel itself
@@ -88,7 +88,7 @@ std::optional<int> Links::await_break() {
 // them. is_sure: whether a connection is known to be broken. If false, the other side has closed it, and its
 // notice may still arrive.
 bool Links::breaks(int rank, bool is_sure) {
-  const auto deadline = Clock::now() + kGoodbye;
+  const auto deadline = Clock::now() + kGoodbyeWait;
   while (true) {
     {
       const std::lock_guard lock(streams_mutex_);

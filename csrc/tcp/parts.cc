@@ -8,6 +8,7 @@ namespace {
 
 // The amount of data of all values of an operation, in the unit in which parts are computed.
 constexpr uint64_t kUnit = uint64_t{1} << 20;
+constexpr uint64_t kSecond = 1'000'000'000;
 constexpr uint64_t kRates = 1024;  // relative rate of the fastest link
 // Parts become unequal only if equal parts would take more than 4 / 3 times as long.
 constexpr uint64_t kGain = 4, kOf = 3;
@@ -24,6 +25,17 @@ std::vector<uint64_t> within(uint64_t time, const std::vector<uint64_t>& rates) 
 
 void Parts::measured(double rate) {
   if (rate > 0) rate_ += rate_ > 0 ? (rate - rate_) / (rate > rate_ ? 2 : 8) : rate;
+}
+
+uint64_t Parts::nanoseconds() const {
+  const std::vector<size_t> owned = edges(kUnit);
+  uint64_t longest = 0;
+  for (size_t rank = 0; rank < rates_.size(); ++rank) {
+    if (rates_[rank] == 0) return 0;
+    const uint64_t carried = kUnit + (owned[rank + 1] - owned[rank]) * (rates_.size() - 2);
+    longest = std::max(longest, carried * kSecond / rates_[rank]);
+  }
+  return longest;
 }
 
 std::vector<size_t> Parts::edges(size_t lines) const {

@@ -26,6 +26,9 @@ class Parts {
   // Divides `lines` cache lines of values among the ranks. Returns the first line of each rank's part, and
   // the end of the last part.
   std::vector<size_t> edges(size_t lines) const;
+  // Returns how many nanoseconds the slowest rank's link needs for a MiB of values, divided so; 0 if a rank's
+  // rate is unknown.
+  uint64_t nanoseconds() const;
 
  private:
   std::vector<uint64_t> rates_;

@@ -13,7 +13,7 @@ void TcpExecutor::settle_thread(int, int) {
 
 Result TcpExecutor::run(const Operation& operation, double timeout) {
   if (links_->world_size() == 1) return run_alone(operation, 1);
-  Collective collective(*links_, memory_, parts_, operation, operations_++, timeout);
+  Collective collective(*links_, memory_, parts_, ways_, operation, operations_++, timeout);
   Result result = collective.run();
   links_->measure();
   return result;

@@ -14,7 +14,9 @@ class TcpExecutor final : public Executor {
  public:
   // The parameters are those of Links.
   TcpExecutor(int rank, const std::vector<std::vector<int>>& sockets, double silence = 0)
-      : links_(std::make_shared<Links>(rank, sockets, silence)), parts_(links_->world_size()) {}
+      : links_(std::make_shared<Links>(rank, sockets, silence)),
+        parts_(links_->world_size()),
+        ways_(links_->world_size()) {}
 
   const char* name() const override { return "tcp"; }
   void settle_thread(int rank, int world_size) override;
@@ -25,6 +27,8 @@ class TcpExecutor final : public Executor {
   // Returns the kernel's counts for the connections with each rank; see Links::counts.
   std::vector<LinkCounts> counts() const { return links_->counts(); }
   const std::shared_ptr<Links>& links() const { return links_; }
+  // Decides how large operations go; for the engine's thread, and for tests.
+  Ways& ways() { return ways_; }
 
  private:
   const std::shared_ptr<Links> links_;
@@ -32,6 +36,7 @@ class TcpExecutor final : public Executor {
   // Only the engine's thread uses the following fields.
   CollectiveMemory memory_;
   Parts parts_;
+  Ways ways_;
   uint32_t operations_ = 0;
 };
 

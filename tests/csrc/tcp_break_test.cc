@@ -85,7 +85,7 @@ float value(int rank, int round, size_t i) { return static_cast<float>((rank + 1
 
 // Every kind of operation, of few and of many values, in place and not, as they are and compressed. Returns
 // all that comes of it.
-std::vector<std::string> rounds(Executor& executor, int rank, int world_size) {
+std::vector<std::string> rounds(TcpExecutor& executor, int rank, int world_size, int group) {
   std::vector<std::string> found;
   const auto add = [&](const Floats& tensors) {
     for (const auto& each : tensors) {
@@ -105,6 +105,7 @@ std::vector<std::string> rounds(Executor& executor, int rank, int world_size) {
     std::vector<float> owed(count);
     if (round % 4 == 3) operation.compression = {.codec = Codec::kInt8, .owed = owed.data()};
     if (round % 8 == 6) operation.weight = rank + 1;
+    if (group > 0) go_in_groups(executor.ways(), group, world_size);
     found.push_back(executor.run(operation, 30).lanes.back());
     add(sums);
     if (round % 6 == 5) operation.outputs[1] = nullptr;
@@ -137,16 +138,17 @@ std::vector<std::string> rounds(Executor& executor, int rank, int world_size) {
 struct Case {
   int world_size;
   int streams;
+  int group = 0;
 };
 
 class TcpBreak : public testing::TestWithParam<Case> {};
 
 TEST_P(TcpBreak, OperationsGoOnWhereTheyWere) {
-  const auto [world_size, streams] = GetParam();
+  const auto [world_size, streams, group] = GetParam();
   std::vector<std::vector<std::string>> want(world_size);
   {
     LastingRanks whole(world_size, streams);
-    spawn(world_size, [&](int rank) { want[rank] = rounds(whole[rank], rank, world_size); });
+    spawn(world_size, [&](int rank) { want[rank] = rounds(whole[rank], rank, world_size, group); });
     EXPECT_EQ(whole.replaced(), 0);
   }
   constexpr int kEnough = 8;
@@ -157,7 +159,7 @@ TEST_P(TcpBreak, OperationsGoOnWhereTheyWere) {
       try {
         bool goes_on = true;
         while (goes_on) {
-          EXPECT_EQ(rounds(ranks[rank], rank, world_size), want[rank]);
+          EXPECT_EQ(rounds(ranks[rank], rank, world_size, group), want[rank]);
           const std::string has_enough = ranks.replaced() < kEnough ? "" : "yes";
           goes_on = ranks[rank].run(allgather(has_enough, "enough"), 30).lanes[0].empty();
         }
@@ -171,11 +173,13 @@ TEST_P(TcpBreak, OperationsGoOnWhereTheyWere) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, TcpBreak, testing::Values(Case{2, 1}, Case{2, 4}, Case{4, 1}, Case{3, 3}),
-                         [](const auto& each) {
-                           return std::to_string(each.param.world_size) + "Ranks" +
-                                  std::to_string(each.param.streams) + "Streams";
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    All, TcpBreak,
+    testing::Values(Case{2, 1}, Case{2, 4}, Case{4, 1}, Case{3, 3}, Case{4, 1, true}, Case{3, 3, true}),
+    [](const auto& each) {
+      return std::to_string(each.param.world_size) + "Ranks" + std::to_string(each.param.streams) +
+             "Streams" + (each.param.group > 0 ? "InGroupsOf" + std::to_string(each.param.group) : "");
+    });
 
 TEST(TcpBreak, ARankThatCannotBeReachedIsNamed) {
   const auto sockets = meshes(2, 1);

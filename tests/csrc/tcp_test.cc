@@ -45,22 +45,25 @@ Floats random_floats(const std::vector<size_t>& counts, int seed) {
 const std::vector<std::vector<size_t>> kLayouts = {
     {}, {0}, {1}, {5, 0, 131, 1, 64}, {10'000, 1, 3}, {100'000, 7, 0, 150'001}};
 
+const std::vector<std::vector<size_t>> kLargeLayouts = {{262'144}, {300'000, 7, 0, 150'001}, {1, 700'003}};
+
 struct Case {
   int world_size;
   bool in_place;
   bool weighted;
   Codec codec;
   int streams = 1;
+  int group = 0;  // number of ranks in a group; 0 for all
 };
 
 class TcpAllreduce : public testing::TestWithParam<Case> {};
 
 // Shared memory has tests of its own; both add in the order of the ranks.
 TEST_P(TcpAllreduce, GivesTheSameAsSharedMemory) {
-  const auto [world_size, in_place, weighted, codec, streams] = GetParam();
+  const auto [world_size, in_place, weighted, codec, streams, group] = GetParam();
   const auto tcp = over_tcp(world_size, streams);
   const auto shm = connected(world_size, ShmExecutor::kSlotBytes);
-  for (const auto& counts : kLayouts) {
+  for (const auto& counts : group > 0 ? kLargeLayouts : kLayouts) {
     const size_t total = std::accumulate(counts.begin(), counts.end(), size_t{0});
     std::vector<Floats> results(world_size);
     spawn(world_size, [&](int rank) {
@@ -76,6 +79,7 @@ TEST_P(TcpAllreduce, GivesTheSameAsSharedMemory) {
       again.weight = operation.weight;
       again.lane = operation.lane;
       again.compression = {codec, codec == Codec::kNone ? nullptr : owes.data(), 0.5};
+      if (group > 0) go_in_groups(tcp[rank]->ways(), group, world_size);
       const Result second = tcp[rank]->run(again, 30);
       EXPECT_EQ(first.lanes, second.lanes);
       EXPECT_EQ(first.weight_sum, second.weight_sum);
@@ -103,6 +107,11 @@ std::vector<Case> cases() {
     all.push_back({world_size, false, true, Codec::kFloat16});
     all.push_back({world_size, true, false, Codec::kNone, 4});
     all.push_back({world_size, false, true, Codec::kInt8, 3});
+  }
+  for (const auto& [world_size, group] : {std::pair{3, 1}, {4, 2}, {4, 1}, {6, 3}, {6, 2}}) {
+    for (bool both : {false, true}) {
+      all.push_back({world_size, both, !both, Codec::kNone, both ? 3 : 1, group});
+    }
   }
   return all;
 }
@@ -198,6 +207,7 @@ TEST(TcpLinks, RanksTogetherHaveFewBytesInFlightToOne) {
       Links links(rank, sockets[rank]);
       CollectiveMemory memory;
       Parts parts(world_size);
+      Ways ways(world_size);
       uint32_t number = 0;
       // The bytes that all others may have in flight to this rank, after it has read many.
       const auto in_flight = [&] {
@@ -205,7 +215,7 @@ TEST(TcpLinks, RanksTogetherHaveFewBytesInFlightToOne) {
         Operation operation = allreduce(DType::kFloat32, tensors, tensors);
         operation.kind = Kind::kBroadcast;
         for (operation.root = 0; operation.root < world_size; ++operation.root) {
-          Collective(links, memory, parts, operation, number++, 30).run();
+          Collective(links, memory, parts, ways, operation, number++, 30).run();
         }
         int sum = 0;
         for (const auto& own : sockets[rank]) {
@@ -222,7 +232,7 @@ TEST(TcpLinks, RanksTogetherHaveFewBytesInFlightToOne) {
       std::vector<uint64_t> rates(world_size, 125'000'000);
       for (const bool has_slow : {false, true, false}) {
         rates[0] = has_slow ? 5'000'000 : 125'000'000;
-        links.share_windows(rates);
+        links.share_windows(rates, world_size - 1);
         const int found = in_flight();
         if (world_size == 2) {
           EXPECT_GT(found, kMany);
@@ -249,11 +259,12 @@ TEST(TcpParts, TheBitsAreTheSameWhateverTheParts) {
       CollectiveMemory memory;
       for (uint32_t number = 0; number < 2; ++number) {
         Parts parts(3);
+        Ways ways(3);
         parts.told(rates);
         Floats want = random_floats({700'000, 3, 5000}, rank), got = want;
         shm[rank]->run(allreduce(DType::kFloat32, want, want), 30);
         const Operation operation = allreduce(DType::kFloat32, got, got);
-        Collective(links, memory, parts, operation, number, 30).run();
+        Collective(links, memory, parts, ways, operation, number, 30).run();
         EXPECT_EQ(got, want) << "rank " << rank;
       }
     });
@@ -272,6 +283,90 @@ TEST(Tcp, AbsentInputsAreZerosAndAbsentOutputsUntouched) {
       EXPECT_EQ(tensors[0], std::vector<float>(count, 4));
       EXPECT_EQ(tensors[1], std::vector<float>(count, 6));
     });
+  }
+}
+
+// What all ranks hear of some operations that cost the slowest rank so much.
+void judge(Ways& ways, uint64_t expected, const std::vector<uint64_t>& costs) {
+  for (uint64_t cost : costs) {
+    ways.ended(ways.group(), 4 * cost, 4 << 20, expected);
+    EXPECT_EQ(ways.cost(), cost);
+    ways.told({cost / 2, cost, 0});
+    EXPECT_EQ(ways.cost(), 0U);
+  }
+}
+
+TEST(TcpWays, GroupsAreTriedWhereOneTakesLongerThanTheLinksExplainAndTheBestAreKept) {
+  Ways ways(12);
+  judge(ways, 0, {900, 900, 900});  // nothing is known of the links
+  judge(ways, 100, {160, 140, 160, 140});
+  EXPECT_EQ(ways.group(), 12);
+  judge(ways, 100, {200, 200});
+  for (const auto& [group, cost] : {std::pair{6, 190}, {4, 180}, {3, 176}, {2, 250}, {1, 180}}) {
+    EXPECT_EQ(ways.group(), group);
+    judge(ways, 100, {static_cast<uint64_t>(cost)});
+  }
+  EXPECT_EQ(ways.group(), 12) << "they gain too little";
+  judge(ways, 100, std::vector<uint64_t>(63, 200));
+  EXPECT_EQ(ways.group(), 12) << "they have been tried a moment ago";
+  judge(ways, 100, {200});
+  EXPECT_EQ(ways.group(), 6);
+  judge(ways, 100, {190, 110, 120, 250, 180});
+  EXPECT_EQ(ways.group(), 4);
+  judge(ways, 100, std::vector<uint64_t>(1023, 300));
+  EXPECT_EQ(ways.group(), 4);
+  judge(ways, 100, {110});
+  EXPECT_EQ(ways.group(), 12) << "it may be quicker by now";
+  judge(ways, 100, std::vector<uint64_t>(500, 140));
+  EXPECT_EQ(ways.group(), 12);
+}
+
+TEST(TcpWays, AnOperationThatBeganBeforeTheGroupsChangedTellsNothing) {
+  Ways ways(4);
+  judge(ways, 100, {200, 200});
+  ASSERT_EQ(ways.group(), 2);
+  ways.ended(4, 1000, 1 << 20, 100);
+  ways.told({1000});
+  ways.told({1});  // nothing has ended since
+  EXPECT_EQ(ways.group(), 2);
+}
+
+TEST(TcpWays, APrimeNumberOfRanksHasGroupsOfOne) {
+  Ways ways(7);
+  judge(ways, 100, {200, 200});
+  EXPECT_EQ(ways.group(), 1);
+  judge(ways, 100, {100, 300});
+  EXPECT_EQ(ways.group(), 1);
+}
+
+TEST(TcpGroups, GiveTheBitsOfOneWhateverTheReductionAndWhoeverTakesPart) {
+  const std::vector<std::vector<double>> kWeights = {{1, 1, 1, 1}, {0, 2, 0, 1}, {0, 0, 3, 0},
+                                                     {1, 0, 0, 0}, {0, 0, 0, 0}, {0.3, 1, 0, 0}};
+  for (Reduction reduction : {Reduction::kMean, Reduction::kSum, Reduction::kMin, Reduction::kProduct}) {
+    for (const auto& weights : kWeights) {
+      const auto executors = over_tcp(4);
+      spawn(4, [&](int rank) {
+        const Floats given = random_floats({200'000, 3, 100'000, 5}, rank);
+        Floats want;
+        for (int group : {4, 2, 1}) {
+          Floats found = given;
+          if (weights[rank] == 0) found[0][7] = NAN;  // of a rank that is left out
+          Operation operation = allreduce(DType::kFloat32, found, found);
+          operation.reduction = reduction;
+          operation.weight = weights[rank];
+          if (rank % 2 == 1) operation.inputs[1] = nullptr;
+          if (rank == 2) operation.outputs[2] = nullptr;
+          go_in_groups(executors[rank]->ways(), group, 4);
+          executors[rank]->run(operation, 30);
+          if (group == 4) want = found;
+          for (size_t i = 0; i < found.size(); ++i) {
+            EXPECT_EQ(std::memcmp(found[i].data(), want[i].data(), want[i].size() * sizeof(float)), 0)
+                << "rank " << rank << ", tensor " << i << ", groups of " << group << ", "
+                << reduction_name(reduction);
+          }
+        }
+      });
+    }
   }
 }
 

@@ -95,7 +95,8 @@ class AllStops(Fault):
         stopped = [job.launcher, *agents, *(worker for agent in agents for worker in agent.left)]
         for each in stopped:
             each.stop()  # type: ignore[attr-defined]
-        later(job, self.lasting, lambda: [each.go_on() for each in stopped])  # type: ignore[attr-defined,func-returns-value]
+        # Agents go on after their workers: to the kernel of a machine that stood still no process was stopped.
+        later(job, self.lasting, lambda: [each.go_on() for each in reversed(stopped)])  # type: ignore[attr-defined,func-returns-value]
 
 
 @dataclass(frozen=True, slots=True)

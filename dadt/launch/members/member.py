@@ -23,6 +23,8 @@ class Member:
     condition: str = ""
     """Why the rank makes no steps, according to the kernel, as a key of condition.TEXTS; empty if no reason is
     known."""
+    went_on: float = 0.0
+    """Time (time.monotonic) at which the rank was found to go on, after a condition that had held it."""
     claimed: bool = False
     """Whether a process of this rank trains, or has trained."""
     ended: bool = False
@@ -61,14 +63,21 @@ class Member:
                 self.state = f"at step {step}"
             self.seen = max(self.seen, seen)
 
+    def found(self, condition: str, now: float) -> None:
+        """Note why the rank makes no steps, according to the kernel; empty if no reason is known."""
+        if self.held and condition not in HELD:
+            self.went_on = now
+        self.condition = condition
+
     def waits(self, now: float) -> bool:
         """Whether the rank waits for other ranks now."""
         return self.waiting.lasts(self.seen, now)
 
     @property
     def acted(self) -> float:
-        """Time of the rank's last sign of life (time.monotonic): a step, or the beginning or end of a wait."""
-        return max(self.seen, self.waiting.acted)
+        """Time of the rank's last sign of life (time.monotonic): a step, the beginning or end of a wait, or the end of
+        what had held it, as it tells of a wait only once that has lasted."""
+        return max(self.seen, self.waiting.acted, self.went_on)
 
     @property
     def place(self) -> str:

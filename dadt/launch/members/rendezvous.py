@@ -186,7 +186,7 @@ class Rendezvous:
         for rank, (step, age) in event.frame["steps"].items():
             member = self.members[int(rank)]
             member.went_to(step, event.now - age)
-            member.condition = event.frame["conditions"].get(rank, "")
+            member.found(event.frame["conditions"].get(rank, ""), event.now)
 
     def numbers(self, event: Event) -> None:
         self.members[event.frame["rank"]].went_to(event.frame["step"], event.now)
