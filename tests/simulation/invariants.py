@@ -212,7 +212,7 @@ class Invariants:
         """The launcher has a new worker started in place of a lost rank: there is something left to train."""
         members = [gauge.member for gauge in self._watch.gauges]
         began = {member.rank for member in members if not (member.lost or member.joined)}
-        if began <= launcher.at_end:
+        if began and began <= launcher.at_end:
             raise Broken(f"a new worker is started in place of rank {rank}, though all others are at their end")
 
     def trains(self, worker: Rank) -> None:

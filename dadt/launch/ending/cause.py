@@ -34,11 +34,11 @@ class Cause:
         members: Sequence[Member],
         logs: Path,
         patience: float,
-        silence: Callable[[float], Blame | None],
+        silence: Callable[[float, float], Blame | None],
     ) -> None:
         """logs: folder of the ranks' logs. patience: minimum seconds for which ranks wait for a rank that cannot
-        continue. silence: called with the time; returns the Blame if hosts do not receive each other's packets, else
-        None."""
+        continue. silence: called with two times; returns the Blame if hosts do not receive each other's packets now,
+        since before the first of them, else None."""
         self._slots = slots
         self._members = members
         self._logs = logs
@@ -143,7 +143,9 @@ class Cause:
             held = next((each for each in self._members if each.rank != rank and self._keeps_waiting(each, now)), None)
             if held is not None:
                 self.hold(held)
-            elif self._blame is None and (blame := self._silence(now)) is not None:
+                return
+            waits_since = now - self._patience + BEAT_SECONDS  # a shorter silence is not why it has waited in vain
+            if self._blame is None and (blame := self._silence(waits_since, now)) is not None:
                 self._blame, self._gave_up_at = blame, record.time
 
     def _keeps_waiting(self, member: Member, now: float) -> bool:
