@@ -100,12 +100,9 @@ void Coordinator::review_all(Time now) {
 
 void Coordinator::submit(int rank, std::shared_ptr<const Request> request, Time now) {
   const uint64_t round = count_in(rank, *request);
-  if (!request->group.empty()) {
-    if (const auto& error = groups_[request->group].rounds[round].error) {
-      failures_.push_back({error->first, request->name, error->second, {rank}});
-      return;
-    }
-  }
+  std::optional<Failed> error = settle_owed(rank, *request, round);
+  if (error) return failures_.push_back({error->first, request->name, error->second, {rank}});
+  if (!request->group.empty()) error = groups_[request->group].rounds[round].error;
   Entry& entry = pending_[request->name];
   if (entry.count == 0) {
     entry.name = request->name;
@@ -118,10 +115,18 @@ void Coordinator::submit(int rank, std::shared_ptr<const Request> request, Time 
   if (entry.requests[rank] != nullptr)
     throw Error(Code::kInternal,
                 "rank " + std::to_string(rank) + " submitted " + quoted(entry.name) + " twice");
+  const auto is_of_group = [&](const auto& one) { return one != nullptr && one->group == request->group; };
+  // Ranks that have it in a later round of a failed round's group do without this rank's.
+  if (error && std::ranges::any_of(entry.requests, is_of_group))
+    return failures_.push_back({error->first, request->name, error->second, {rank}});
   entry.requests[rank] = std::move(request);
   entry.rounds[rank] = round;
   ++entry.count;
-  review(entry, now);
+  if (error) {
+    fail(entry, error->first, error->second);
+  } else {
+    review(entry, now);
+  }
 }
 
 // Counts a rank's request as a member of its group, and returns the number of the group's round; 0 if it is
@@ -130,13 +135,37 @@ uint64_t Coordinator::count_in(int rank, const Request& request) {
   if (request.group.empty()) return 0;
   Group& group = groups_[request.group];
   group.progress.resize(world_size_);
-  auto& [round, members] = group.progress[rank];
+  auto& [round, members, passed] = group.progress[rank];
   const uint64_t number = round;
+  passed = false;
   if (++members >= request.group_size) {
     ++round;
     members = 0;
   }
   return number;
+}
+
+// Returns the error of a rank's request if the tensor has failed already on other ranks; with it fails the
+// group that this rank has it in. number: the rank's round of this group.
+std::optional<Coordinator::Failed> Coordinator::settle_owed(int rank, const Request& request,
+                                                            uint64_t number) {
+  std::optional<Failed> error;
+  if (!has_failed_rounds_) return error;
+  for (auto& [name, group] : groups_) {
+    for (auto& [other, round] : group.rounds) {
+      const bool is_own = name == request.group;
+      if (is_own && other > number) break;
+      const auto owed = round.owed.find(request.name);
+      if (owed == round.owed.end() || !owed->second[rank]) continue;
+      owed->second[rank] = false;
+      if (is_own ? other < number : group.progress[rank].is_beyond(other)) continue;
+      if (!is_own) pass_over(rank, group, other);
+      error = round.error;
+      break;
+    }
+  }
+  if (error && !request.group.empty()) fail_round(request.group, number, error->first, error->second);
+  return error;
 }
 
 // Completes a pending tensor if every rank has submitted it or joined, or makes it fail if it can never be
@@ -236,10 +265,19 @@ void Coordinator::fail(Entry& entry, Code code, const std::string& text) {
   pending_.erase(name);
   failures_.push_back({code, name, text, std::move(ranks)});
   for (const auto& [group, number] : rounds) {
-    for (int rank = 0; rank < world_size_; ++rank) {
-      if (requests[rank] != nullptr && requests[rank]->group != group) pass_over(rank, group, number);
+    if (const auto found = groups_.find(group); found != groups_.end()) {
+      for (int rank = 0; rank < world_size_; ++rank) {
+        if (requests[rank] != nullptr && requests[rank]->group != group)
+          pass_over(rank, found->second, number);
+      }
     }
     fail_round(group, number, code, text);
+    if (const auto found = groups_.find(group); found != groups_.end()) {
+      const auto [owed, is_new] = found->second.rounds[number].owed.try_emplace(name, world_size_);
+      for (int rank = 0; is_new && rank < world_size_; ++rank) {
+        owed->second[rank] = requests[rank] == nullptr && !found->second.progress[rank].is_beyond(number);
+      }
+    }
   }
 }
 
@@ -249,7 +287,8 @@ void Coordinator::fail_round(const std::string& name, uint64_t number, Code code
   if (const auto group = groups_.find(name); group != groups_.end()) {
     Round& round = group->second.rounds[number];
     if (round.error) return;
-    round = {{}, {{code, text}}};
+    round = {{}, {{code, text}}, {}};
+    has_failed_rounds_ = true;
   }
   std::vector<std::string> members;
   for (const auto& [other, entry] : pending_) {
@@ -268,11 +307,11 @@ void Coordinator::fail_round(const std::string& name, uint64_t number, Code code
 
 // Marks a group's round as finished for a rank that has not begun it and has submitted one of its tensors in
 // another group, so that the rank will never submit the round.
-void Coordinator::pass_over(int rank, const std::string& name, uint64_t number) {
-  const auto group = groups_.find(name);
-  if (group == groups_.end()) return;
-  Group::Progress& progress = group->second.progress[rank];
-  if (progress.round == number && progress.members == 0) ++progress.round;
+void Coordinator::pass_over(int rank, Group& group, uint64_t number) {
+  Group::Progress& progress = group.progress[rank];
+  if (progress.round != number || progress.members > 0) return;
+  ++progress.round;
+  progress.passed = true;
 }
 
 // Makes all tensors fail that wait for the rest of their groups, since all ranks have joined or left.
@@ -292,8 +331,10 @@ void Coordinator::fail_unfinished_groups() {
   groups_.clear();
 }
 
-// Deletes failed rounds that all ranks have finished, and groups in which no round is unfinished on any rank.
+// Deletes failed rounds to which no rank submits a tensor any more, and groups in which no round is
+// unfinished on any rank.
 void Coordinator::forget_groups() {
+  has_failed_rounds_ = false;
   for (auto item = groups_.begin(); item != groups_.end();) {
     Group& group = item->second;
     uint64_t least = UINT64_MAX, most = 0;
@@ -304,19 +345,33 @@ void Coordinator::forget_groups() {
       most = std::max(most, group.progress[rank].round);
       is_between = is_between && group.progress[rank].members == 0;
     }
-    std::erase_if(group.rounds, [&](const auto& round) { return round.second.error && round.first < least; });
+    std::erase_if(group.rounds, [&](const auto& round) {
+      const bool has_failed = round.second.error.has_value();
+      const bool is_over = has_failed && !is_owed(group, round.first);
+      has_failed_rounds_ = has_failed_rounds_ || (has_failed && !is_over);
+      return is_over;
+    });
     const bool is_idle = group.rounds.empty() && is_between && least >= most;
     item = is_idle ? groups_.erase(item) : std::next(item);
   }
 }
 
+// Returns whether some rank still submits tensors that belong to this failed round.
+bool Coordinator::is_owed(const Group& group, uint64_t number) const {
+  const auto& owed = group.rounds.at(number).owed;
+  for (int rank = 0; rank < world_size_; ++rank) {
+    const Group::Progress& progress = group.progress[rank];
+    if (joined_[rank] || left_[rank] || progress.is_beyond(number)) continue;
+    if (progress.round <= number || std::ranges::any_of(owed, [&](auto& one) { return one.second[rank]; }))
+      return true;
+  }
+  return false;
+}
+
 bool Coordinator::owes() const {
   for (const auto& [name, group] : groups_) {
     for (const auto& [number, round] : group.rounds) {
-      for (int rank = 0; rank < world_size_; ++rank) {
-        if (round.error && !joined_[rank] && !left_[rank] && group.progress[rank].round <= number)
-          return true;
-      }
+      if (round.error && is_owed(group, number)) return true;
     }
   }
   return false;

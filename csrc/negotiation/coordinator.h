@@ -91,11 +91,15 @@ class Coordinator {
     const Request& request() const { return *requests[first_rank()]; }
     uint64_t round() const { return rounds[first_rank()]; }
   };
+  using Failed = std::pair<Code, std::string>;
   // One round of a group, whose tensors run together. If one fails, all fail, including those that are
   // submitted later.
   struct Round {
     std::vector<Entry*> complete;
-    std::optional<std::pair<Code, std::string>> error;
+    std::optional<Failed> error;
+    // Each failed tensor, with the ranks that had not submitted it: theirs fails as well, though they may
+    // have it in another group or in none.
+    std::unordered_map<std::string, std::vector<bool>> owed;
   };
   // The rounds of one group name, counted separately for each rank, since a fast rank may be in the next
   // round while others finish the previous one.
@@ -103,6 +107,10 @@ class Coordinator {
     struct Progress {
       uint64_t round = 0;
       uint64_t members = 0;  // number of tensors that the rank has submitted in this round
+      bool passed = false;   // whether it was passed over in the round before, and has not begun this one
+
+      // Returns whether the rank submits no tensor any more that belongs to this round.
+      bool is_beyond(uint64_t number) const { return round - passed > number; }
     };
     std::vector<Progress> progress;  // one entry for each rank
     std::map<uint64_t, Round>
@@ -114,13 +122,15 @@ class Coordinator {
 
   void submit(int rank, std::shared_ptr<const Request> request, Time now);
   uint64_t count_in(int rank, const Request& request);
+  std::optional<Failed> settle_owed(int rank, const Request& request, uint64_t number);
   void review(Entry& entry, Time now);
   void review_all(Time now);
   void complete(Entry& entry, Time now);
   std::string difference(const Entry& entry) const;
   void fail(Entry& entry, Code code, const std::string& text);
   void fail_round(const std::string& name, uint64_t number, Code code, const std::string& text);
-  void pass_over(int rank, const std::string& name, uint64_t number);
+  void pass_over(int rank, Group& group, uint64_t number);
+  bool is_owed(const Group& group, uint64_t number) const;
   void fail_unfinished_groups();
   void forget_groups();
   bool everybody_waits() const;
@@ -137,6 +147,7 @@ class Coordinator {
 
   std::unordered_map<std::string, Entry> pending_;
   std::unordered_map<std::string, Group> groups_;
+  bool has_failed_rounds_ = false;  // whether a group may have a failed round
   // Complete tensors that are not part of a decision yet.
   std::vector<Entry*> fusible_;
   std::vector<Entry*> single_;

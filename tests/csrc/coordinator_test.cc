@@ -86,6 +86,39 @@ TEST_F(Groups, MayBeTriedAgainAfterARankWasInNone) {
   EXPECT_EQ(decide().batches.size(), 1u);
 }
 
+TEST_F(Groups, EachTensorFailsOnARankThatHasItInNone) {
+  for (int turn = 0; turn < 2; ++turn) {
+    take(0, report({tensor("a"), tensor("b")}));
+    take(1, report({tensor("a", 3, 0)}));
+    EXPECT_EQ(failed(decide()), (Failed{{"a", {0, 1}}, {"b", {0}}}));
+    EXPECT_TRUE(coordinator.owes());
+    take(1, report({tensor("b", 3, 0)}));
+    EXPECT_EQ(failed(decide()), (Failed{{"b", {1}}}));
+    EXPECT_FALSE(coordinator.owes());
+    take(1, report({tensor("a", 3, 0), tensor("b", 3, 0)}));
+    take(0, report({tensor("a")}));
+    EXPECT_EQ(failed(decide()), (Failed{{"a", {0, 1}}}));
+    take(0, report({tensor("b")}));
+    EXPECT_EQ(failed(decide()), (Failed{{"b", {0, 1}}}));
+    EXPECT_FALSE(coordinator.owes());
+    for (int rank : {0, 1}) take(rank, report({tensor("a"), tensor("b")}));
+    EXPECT_EQ(decide().batches.size(), 1u);
+  }
+}
+
+TEST_F(Groups, EachTensorFailsOnARankThatHasItInAnother) {
+  Request other = tensor("b");
+  other.group = "h";
+  take(0, report({tensor("a"), tensor("b")}));
+  take(1, report({tensor("a", 4)}));
+  EXPECT_EQ(failed(decide()), (Failed{{"a", {0, 1}}, {"b", {0}}}));
+  take(1, report({other}));
+  Request last = tensor("c");
+  last.group = "h";
+  take(1, report({last}));
+  EXPECT_EQ(failed(decide()), (Failed{{"b", {1}}, {"c", {1}}}));
+}
+
 TEST_F(Groups, TheSameTensorsMakeThemUpOnAllRanks) {
   take(0, report({tensor("a"), tensor("b"), tensor("c"), tensor("d")}));
   take(1, report({tensor("a"), tensor("c"), tensor("b"), tensor("d")}));
