@@ -188,6 +188,8 @@ class Differs(NamedFault):
 
     def submits(self, tensors: list[NamedTensor], random: Random) -> list[NamedTensor]:
         place = random.randrange(len(tensors))
+        if self.how == "group size" and tensors[place].group:
+            return _grown(tensors, tensors[place].group)
         tensors[place] = _changed(tensors[place], self.how)
         return tensors
 
@@ -207,7 +209,15 @@ def _changed(tensor: NamedTensor, how: str) -> NamedTensor:
         return replace(tensor, kind="broadcast" if tensor.kind == "allreduce" else "allreduce")
     if how == "root":
         return replace(tensor, root=1)
-    return replace(tensor, group=tensor.group or "alone", group_size=tensor.group_size + 1)
+    return replace(tensor, group="alone", group_size=1)
+
+
+def _grown(tensors: list[NamedTensor], group: str) -> list[NamedTensor]:
+    """The rank's group has one tensor more. A script submits a group as a whole: all state its size, and the number of
+    a tensor is its name."""
+    of_group = [replace(each, group_size=each.group_size + 1) for each in tensors if each.group == group]
+    last = replace(of_group[0], name=f"{group}.{len(of_group)}")
+    return [*of_group, last, *(each for each in tensors if each.group != group)]
 
 
 class Lacks(NamedFault):

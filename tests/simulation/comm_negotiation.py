@@ -9,6 +9,7 @@ from functools import cache, partial
 from unittest.mock import patch
 
 from dadt import _core
+from dadt.comm import keepalive
 from dadt.comm.collectives import named
 from dadt.errors import CommTimeout, Mismatch
 from simulation.comm_data import Engines
@@ -53,6 +54,7 @@ class NegotiationJob:
             with (
                 patch.object(named, "_say", self.invariants.say),
                 patch.object(named, "_dump", partial(self.world.note, "dump")),
+                patch.object(keepalive, "_forever", []),  # what a process keeps until its end
             ):
                 self._run()
         finally:
@@ -131,6 +133,8 @@ class NamedInvariants:
         self._stalled: set[str] = set()
         """Tensors of which rank 0 has said that they wait, in the newest news."""
         self._orders = 0
+        self._aborted_late = False
+        """Whether the job had to end as a rank is late with a tensor."""
 
     def hear(self, notices: Sequence[_core.Notice]) -> None:
         """News have come to a rank."""
@@ -153,7 +157,8 @@ class NamedInvariants:
         for rank in stall.submitted if stall.name != "join" else []:
             if not any(each.tensor.name == stall.name for each in job.ranks[rank].submitted) and self.sane:
                 raise Broken(f"rank {rank} is said to have submitted {stall.name}, and has not")
-        for rank in stall.missing if stall.name != "join" and not job.struck else []:
+        self._aborted_late |= bool(stall.missing) and job.scenario.on_stall == "abort"
+        for rank in stall.missing if stall.name != "join" and not any(each.fatal for each in job.struck) else []:
             if any(
                 each.tensor.name == stall.name and not each.ticket.done and job.world.now - each.at > SOON
                 for each in job.ranks[rank].submitted
@@ -262,12 +267,14 @@ class NamedInvariants:
                 if each.error is not None and not scenario.joins:
                     raise Broken(f"nothing was wrong, and {each.tensor.name} of rank {rank.rank}: {each.error}")
                 last = max(other.at for one in living for other in one.submitted if other.round == each.round)
-                late = each.error is None and (each.ended or 0.0) > last + scenario.cycle + SOON
+                # a script that has failed looks no more at what has ended
+                late = each.error is None and (each.ended or 0.0) > last + scenario.cycle + SOON and not rank.failed
                 if not scenario.overlap and late:
                     raise Broken(
                         f"nothing was wrong, and {each.tensor.name} of rank {rank.rank} took until {each.ended}"
                     )
-        if (error := next((r.failed for r in living if r.failed), "")) and not scenario.joins:
+        error = next((r.failed for r in living if r.failed), "")
+        if error and not scenario.joins and not self._aborted_late:
             raise Broken(f"nothing was wrong, and {error}")
 
     def _check_errors(self, living: list[NamedRank]) -> None:
@@ -280,17 +287,23 @@ class NamedInvariants:
                     self._check_mismatch(rank, each, guilty)
         if struck and not any(fault.fatal for fault in struck) and self._job.scenario.tolerant:
             for rank in living:
-                if rank.failed and not self._job.scenario.joins:
+                if rank.failed and not self._job.scenario.joins and not self._aborted_late:
                     raise Broken(f"only tensors differ, and rank {rank.rank} fails: {rank.failed}")
 
     def _check_mismatch(self, rank: NamedRank, each: Submitted, guilty: set[int]) -> None:
         text = str(each.error)
         ranks = {int(number) for number in re.findall(r"rank (\d+)", text)}
         others = [other.tensor for one in self._job.ranks for other in one.submitted]
-        groups = {other.group for other in others if other.name == each.tensor.name} - {""}
-        names = {each.tensor.name, *(other.name for other in others if other.group in groups)}
+        names, before = {each.tensor.name}, set[str]()
+        while names != before:  # a mismatch makes all groups fail that share a tensor
+            before = names
+            groups = {other.group for other in others if other.name in names} - {""}
+            names = names | {other.name for other in others if other.group in groups}
         if not any(f'"{name}"' in text for name in names):
             raise Broken(f"the mismatch of {each.tensor.name} on rank {rank.rank} does not name it: {text}")
         joined = "members, and all ranks have joined" in text  # which names no rank
+        if self._job.struck:  # a rank that is behind by that meets others that have joined at their end
+            assert each.ended is not None
+            guilty = guilty | {other.rank for other in self._job.ranks if other.joined_at <= each.ended}
         if not joined and not ranks & guilty:
             raise Broken(f"a mismatch names no rank that differs: {text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -94,6 +95,8 @@ class NamedRank:
         self.over_at = float("inf")
         self.failed = ""
         """Why it has failed by itself."""
+        self.joined_at = float("inf")
+        """When it has begun to join."""
         self.last_joined = -1
         self.asleep = False
         self.wires: list[ByteWire] = []
@@ -103,6 +106,10 @@ class NamedRank:
         self._alarm = Alarm(self.process, self._take_turn)
         self._turns = 0
         self._waits = False
+        self._polled = select.poll()
+        for each in sockets:
+            if each >= 0:
+                self._polled.register(each, select.POLLIN)
         self._script: ScriptSteps | None = self._life()
         self.process.after(self.world.spread(0.1), self._go_on)
 
@@ -125,6 +132,8 @@ class NamedRank:
             if self._turns > MOST_TURNS:
                 raise Broken(f"the negotiation of rank {self.rank} does not sleep")
             self._alarm.set(max(left, 1e-9) + self.world.random.random() * WAKE_SECONDS)
+        if not self.over and any(not event & select.POLLNVAL for _, event in self._polled.poll(0)):
+            self._alarm.set(WAKE_SECONDS)  # a turn may leave something to read, as the end of a connection
         self.look()
 
     def look(self) -> None:
@@ -245,7 +254,7 @@ class NamedRank:
             self._settle(each)
 
     def _join(self) -> ScriptSteps:
-        ticket = self.named.join()
+        ticket, self.joined_at = self.named.join(), self.world.now
         self.poke()
         yield from self._await(ticket)
         ticket.wait(0.0)
