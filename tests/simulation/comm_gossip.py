@@ -14,7 +14,7 @@ from dadt.algorithms.gossip.topology import neighbours
 from dadt.comm import peer_deaths
 from dadt.train.loss import pause, reconnection, recovery
 from simulation.comm_gossip_faults import GossipFault, draw_gossip_fault
-from simulation.comm_gossip_rank import GossipRank
+from simulation.comm_gossip_rank import GossipAttachment, GossipRank
 from simulation.comm_mail import MailGroup
 from simulation.comm_members import MembersLauncher
 from simulation.comm_strands import Strands
@@ -87,11 +87,12 @@ class GossipJob:
         self.scenario = scenario
         self.world = World(scenario.seed, logs=logs)
         self.strands = Strands(self.world)
-        self.launcher = MembersLauncher(self.strands, scenario.size)
+        self.launcher = MembersLauncher(self.strands, scenario.size, self._kill)
         self._groups: dict[tuple[int, tuple[int, ...]], MailGroup] = {}
         self.cuts: set[tuple[int, int]] = set()
         self.struck: list[GossipFault] = []
         self.ranks: dict[int, GossipRank] = {}
+        self.attachments: list[GossipAttachment] = []
         self.lost_at: dict[int, float] = {}
 
     def run(self) -> None:
@@ -111,6 +112,8 @@ class GossipJob:
     def _end(self) -> None:
         self.launcher.stops = True
         self.strands.end()
+        for attachment in self.attachments:
+            del attachment.optimizer  # with its end, Python forgets what it has to call then, and so all of this world
 
     def _is_over(self) -> bool:
         if self.world.events > MOST_WORLD_EVENTS:
@@ -146,6 +149,11 @@ class GossipJob:
         # A rank for which all others wait is given up before they would.
         seconds = min(self.scenario.notice_seconds, self.scenario.timeout / 4) * (2.0 if silent else 1.0)
         world.after(world.spread(seconds), lambda: self._tell(rank.rank))
+
+    def _kill(self, rank: int) -> None:
+        """The launcher kills the process of a rank without which the others train on."""
+        self.ranks[rank].process.alive = False
+        self.lost_at[rank] = self.world.now
 
     def replace(self, lost: GossipRank) -> None:
         """Start a new worker in the place of a lost one, if anybody still trains."""

@@ -154,7 +154,8 @@ class GossipRank:
         self.parameters = [torch.full((VALUES,), float(rank + 1), dtype=torch.float64)]
         self.given = 0.0
         """What its steps have added to its weights."""
-        self.trained = self.ended = False
+        self.started = self.trained = self.ended = False
+        """Whether it has begun to train as the others, has made its steps, and has ended."""
         self.error: Exception | None = None
         self.late = 0.0
         self.events = Events()
@@ -193,15 +194,13 @@ class GossipRank:
         return SimulatedMail(self.job.group_of(ranks.group.generation, tuple(ranks.members)), ranks.group.rank)
 
     def regroup(self) -> None:
-        """All tell how far they are; one that has joined takes the weights of the first that trains."""
+        """All tell how far they are; one that has joined, or not begun, takes the weights of the first that trains."""
         ranks = self.ranks
-        told = ranks.mail.group.allgather(
-            ranks.mail.rank,
-            b"" if self.joins and not self.trained and self.gossip is None else self.parameters[0].numpy().tobytes(),
-            ranks.config.timeout,
-        )
-        if self.gossip is None and self.joins and (weights := next((each for each in told if each), b"")):
+        mine = self.parameters[0].numpy().tobytes() if self.started else b""
+        told = ranks.mail.group.allgather(ranks.mail.rank, mine, ranks.config.timeout)
+        if not self.started and (weights := next((each for each in told if each), b"")):
             self.parameters[0].copy_(torch.frombuffer(bytearray(weights), dtype=torch.float64))
+            self.started = True
 
     # Training ----------------------------------------------------------------------------------------------------
 
@@ -229,6 +228,8 @@ class GossipRank:
             raise StrandEnded
         self.recovery.join()
         self.attachment = GossipAttachment(self)
+        job.attachments.append(self.attachment)
+        self._start()
         self.gossip = self.attachment.algorithm = Gossip(self.attachment)  # type: ignore[arg-type]
         for _ in range(job.scenario.steps):
             strands.sleep(job.scenario.step_seconds[self.rank] * (0.5 + random.random()))
@@ -237,6 +238,16 @@ class GossipRank:
         ranks.closing = True
         job.launcher.ending(self.rank)
         self._arrive()
+
+    def _start(self) -> None:
+        """What Lockstep.join does: all compare what they train, unless others train already."""
+        with self.ranks.as_a_whole():
+            while not self.started:
+                try:
+                    self.ranks.allgather("start", b"")
+                    self.started = True
+                except CommError as error:
+                    self.ranks.regroup(error)
 
     def _step(self, random: Random) -> None:
         assert self.gossip is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -12,6 +13,7 @@ from dadt.control.frame import Frame
 from dadt.control.worker_line import WorkerLine
 from dadt.errors import DadtError
 from dadt.launch.actions import Action, Event, Outbox, SendFrame
+from dadt.launch.members.membership import EXPLAIN_SECONDS, TRIALS
 from dadt.launch.members.rendezvous import Rendezvous
 from simulation.comm_strands import Strands, WaitPoint
 from simulation.world import Broken, Process
@@ -20,14 +22,28 @@ LINE_SECONDS = 0.002
 LOOK_SECONDS = 0.2
 """Seconds between the launcher's looks at the deadlines of those that wait."""
 ANSWER_SECONDS = 10.0
+LATE_SECONDS = 1.0
+"""How late the launcher may be with an answer."""
 SECRET = b"a secret of the job"
+
+
+@dataclass(slots=True)
+class Reconnecting:
+    """A rank's question whether all connect anew."""
+
+    begun: float
+    why: str
+    anew: bool | None = None
+    """The answer."""
 
 
 class MembersLauncher:
     """What the launcher decides of the members of a job: its rendezvous is real, and losses and joins are told as it
     tells them."""
 
-    def __init__(self, strands: Strands, size: int) -> None:
+    def __init__(self, strands: Strands, size: int, kill: Callable[[int], None]) -> None:
+        """kill: kills the process of a rank."""
+        self._kill = kill
         self.strands, self.world = strands, strands.world
         self.outbox = Outbox()
         self.rendezvous = Rendezvous([""] * size, self.outbox, self.world.now)
@@ -35,13 +51,23 @@ class MembersLauncher:
         """For each rank its process, and what takes news of members."""
         self.newest = Generation(0, tuple(range(size)))
         self.stops = False
-        self._asked: dict[int, Callable[[Frame], None]] = {}
+        self.answered = WaitPoint(strands)
+        self._requests: dict[int, Reconnecting] = {}
+        self._trials = 0
+        """How often all have connected anew since the newest step."""
+        self._tried_at = -1
+        self._asked: dict[int, tuple[Frame, Callable[[Frame], None]]] = {}
+        """Questions that wait, each with what takes the answer."""
+        self._begun = 0.0
+        """When the newest generation has begun."""
         self._numbers = count()
         self._look()
 
     def _look(self) -> None:
         self.rendezvous.settle(self.world.now)
         self.act()
+        self._connect_anew()
+        self._check_asked()
         if not self.stops:
             self.world.after(LOOK_SECONDS, self._look)
 
@@ -55,20 +81,62 @@ class MembersLauncher:
 
     def _answer(self, answer: Frame) -> None:
         header = dict(answer["answer"])
-        self._asked.pop(answer["line"])(Frame(header.pop("kind"), header, answer.body))
+        self._asked.pop(answer["line"])[1](Frame(header.pop("kind"), header, answer.body))
 
     def ask(self, frame: Frame, answer: Callable[[Frame], None]) -> None:
         """A question of a rank has come."""
         frame.header["line"] = number = next(self._numbers)
-        self._asked[number] = answer
+        self._asked[number] = frame, answer
         getattr(self.rendezvous, frame.kind)(Event(None, frame, self.world.now))  # type: ignore[arg-type]
         self.rendezvous.settle(self.world.now)
         self.act()
+
+    def _check_asked(self) -> None:
+        """No rank waits for those of an older generation."""
+        newest = self.rendezvous.generation
+        for frame, _ in self._asked.values() if self.world.now - self._begun > LATE_SECONDS else ():
+            if (generation := frame.get("generation", 0)) < newest:
+                what = f"waits since generation {generation}, and generation {newest} has begun"
+                raise Broken(f"rank {frame['rank']} {what}: {frame.kind} {frame.get('key', '')}")
 
     def begin(self, lost: Sequence[int], text: str) -> None:
         """Begin a new generation, without these ranks."""
         self.rendezvous.regroup(lost, text, self.world.now)
         self._tell(text)
+
+    def reconnect(self, rank: int, text: str, generation: int) -> Reconnecting:
+        """A rank asks whether all connect anew, as a connection of it has failed."""
+        request = Reconnecting(self.world.now, f"a connection of rank {rank} has failed: {text}")
+        if generation == self.rendezvous.generation:
+            self._requests[rank] = request
+        else:
+            request.anew = True
+        return request
+
+    def _connect_anew(self) -> None:
+        """What `Membership._connect_anew` decides where each rank trains at its own speed."""
+        here = [member for member in self.rendezvous.members if not (member.lost or member.ended)]
+        first = min(self._requests.values(), key=lambda request: request.begun, default=None)
+        if first is None or not here or self.world.now - first.begun < EXPLAIN_SECONDS:
+            return
+        if (step := max(member.step for member in here)) > self._tried_at:
+            self._trials = 0
+        self._tried_at = step
+        if new := [member.rank for member in here if member.joined and member.step < 0]:
+            for rank in new:
+                self._kill(rank)
+            self.begin(new, f"{first.why}: since ranks {new} joined, connecting fails")
+        elif len(here) < len(self.rendezvous.present) or self._trials == TRIALS:
+            self._answer_all(anew=False)
+        else:
+            self._trials += 1
+            self.begin([], first.why)
+
+    def _answer_all(self, *, anew: bool) -> None:
+        for request in self._requests.values():
+            request.anew = anew
+        self._requests.clear()
+        self.answered.change()
 
     def join(self, rank: int, text: str) -> bool:
         """Begin a new generation with this rank once more, unless all others have ended. Returns whether it has."""
@@ -82,11 +150,13 @@ class MembersLauncher:
 
     def _tell(self, text: str) -> None:
         self.act()
+        self._begun = self.world.now
         members = tuple(member.rank for member in self.rendezvous.present)
         self.newest = Generation(self.rendezvous.generation, members, members[:1], text)
         self.world.note("launcher", f"generation {self.newest.number}: ranks {members}; {text}")
         for rank in members:
             self.tell(rank)
+        self._answer_all(anew=True)
 
     def ending(self, rank: int) -> None:
         """A rank's script is over."""
@@ -141,13 +211,10 @@ class MemberLine(WorkerLine):
         return answers[0]
 
     def reconnect(self, text: str, timeout: float, generation: int) -> tuple[bool, str]:
-        """What the launcher does where a connection has failed though nobody is lost: all connect anew."""
-        world = self._launcher.world
-        self._launcher.strands.sleep(world.spread(2 * LINE_SECONDS))
-        if generation != self._launcher.rendezvous.generation:
-            return True, ""
-        self._launcher.begin([], f"a connection of rank {self._rank} has failed: {text}")
-        return True, ""
+        self._launcher.strands.sleep(self._launcher.world.spread(2 * LINE_SECONDS))
+        request = self._launcher.reconnect(self._rank, text, generation)
+        self._launcher.answered.wait(lambda: request.anew is not None, timeout)
+        return bool(request.anew), ""
 
     def peers(self, starts: bool = False) -> list[dict[str, Any]]:
         now = self._launcher.world.now

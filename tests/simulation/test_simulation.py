@@ -30,7 +30,8 @@ FOUND = [
     *[(JOBS, seed) for seed in (217535, 239995, 189429, 201024, 244671, 250131, 259216, 265311, 267971, 269820)],
     *[(JOBS, seed) for seed in (280009, 282341, 285113, 286934, 193217, 293193, 315788, 340095, 345461, 395129)],
     *[(ISLANDS, seed) for seed in (458, 583, 630, 936, 2167, 2344, 2475, 3265, 3791, 6209, 300842, 302437, 303625)],
-    *[(NEGOTIATION, seed) for seed in (1470, 3677, 25396, 37947, 80593)],
+    *[(NEGOTIATION, seed) for seed in (1470, 3677, 10806, 16690, 25396, 37947, 53149, 74002, 80593, 85363)],
+    *[(GOSSIP, seed) for seed in (2036, 2558)],
 ]
 """Seeds that have failed once, beyond those that are tried anyway."""
 LINES = 60
