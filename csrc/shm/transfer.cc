@@ -9,11 +9,11 @@ namespace dadt {
 namespace {
 
 // Number of chunks that a rank packs before it has delivered the peers' chunks. A rank that has delivered d
-// chunks knows that each peer has packed d chunks, and so has delivered d - kAhead chunks. The last chunk
-// that it may pack now, d + kAhead - 1, goes to the slot of a chunk that no rank reads any more. So no rank
-// ever waits for a free slot.
-constexpr uint32_t kAhead = 2;
-static_assert(ChunkSlots::kSlots >= 2 * kAhead);
+// chunks knows that each peer has packed d chunks, and so has delivered d - kChunksAhead chunks. The last
+// chunk that it may pack now, d + kChunksAhead - 1, goes to the slot of a chunk that no rank reads any more.
+// So no rank ever waits for a free slot.
+constexpr uint32_t kChunksAhead = 2;
+static_assert(ChunkSlots::kSlots >= 2 * kChunksAhead);
 
 // With at most this many ranks, each rank reduces whole chunks for itself. This was measured to take less
 // time than reducing a share of each chunk for all ranks, for which ranks must wait for each other twice.
@@ -131,7 +131,7 @@ void Transfer::read_heads() {
 }
 
 Transfer::Move Transfer::next_move() const {
-  if (packed_ < std::min(chunks_, delivered_ + kAhead)) return Move::kPack;
+  if (packed_ < std::min(chunks_, delivered_ + kChunksAhead)) return Move::kPack;
   if (two_phase_) {
     if (delivered_ < reduced_ && ring_.all_passed(kReduced, first_ + delivered_)) return Move::kDeliver;
     if (reduced_ < packed_ && ring_.all_passed(kPacked, first_ + reduced_)) return Move::kReduce;

@@ -20,7 +20,7 @@ constexpr double kCloseSeconds = 5;
 constexpr size_t kLongestReason = 1024;
 
 // Types of frames in addition to those of a Post.
-constexpr FrameType kGoodbye = static_cast<FrameType>(100);  // sent by a rank that ends normally
+constexpr FrameType kGoodbyeFrame = static_cast<FrameType>(100);  // sent by a rank that ends normally
 // Sent by a rank that fails: `bytes` of the frame is the error's code, and the payload its text.
 constexpr FrameType kGiveUp = static_cast<FrameType>(101);
 
@@ -155,7 +155,7 @@ bool TcpMailboxState::pull(int peer) {
 // Handles a complete frame.
 void TcpMailboxState::take(int peer) {
   Pipe& pipe = *pipes[peer];
-  if (pipe.frame.type == kGoodbye) {
+  if (pipe.frame.type == kGoodbyeFrame) {
     pipe.closed = pipe.ended = true;
   } else if (pipe.frame.type == kGiveUp) {
     const std::string text(pipe.payload.begin(), pipe.payload.end());
@@ -308,7 +308,7 @@ void TcpMailbox::close() {
     if (state.close_at) return;
     state.close_at = deadline_after(kCloseSeconds);
     for (int peer = 0; peer < static_cast<int>(state.pipes.size()); ++peer) {
-      if (peer != state.own) state.put(peer, kGoodbye, 0, {});
+      if (peer != state.own) state.put(peer, kGoodbyeFrame, 0, {});
     }
     state.links->ring_mail();
     ended = std::move(state.thread);
