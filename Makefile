@@ -21,9 +21,9 @@ BUILT := pyproject.toml dadt/config/version.py $(wildcard CMakeLists.txt) $(shel
 demo: .venv/installed
 	$(BIN)/dadt run -np $(WORKERS) examples/mnist.py --epochs 3
 
-# Two things at a time, as pip, mypy and C++ ranks leave a core idle. Then three tests at a time: a third of the time they wait.
+# Three things at a time, as pip, mypy and C++ ranks leave a core idle. Then three tests at a time: a third of the time they wait.
 test:
-	$(MAKE) --jobs 2 --output-sync=target lint native docs machines
+	$(MAKE) --jobs 3 --output-sync=target lint native docs machines
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow" --durations 30 --durations-min 3
 
 # What is quick: lint, types, layers, and the tests that start no processes.
@@ -182,7 +182,7 @@ dist: | $(BIN)/python
 # The C++ core under the sanitizers, ranks as threads.
 native: native-thread native-address
 
-native-%: .venv/torch
+native-%: .venv/cmake
 	@.ci/need libgtest-dev test -e /usr/include/gtest/gtest.h
 	$(BIN)/cmake -S . -B build/$* -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DSKBUILD_PROJECT_VERSION=0 -DDADT_MODULE=OFF -DDADT_TESTS=ON -DDADT_SANITIZE=$*
@@ -204,9 +204,14 @@ native-%: .venv/torch
 
 # torch by its exact version before anything that asks for some torch, and what the build needs beside it, so that
 # no isolated build fetches anything again.
-.venv/torch: Makefile | $(BIN)/python
+.venv/torch: .venv/cmake
 	@.ci/need python3-dev $(PYTHON) -c 'import sysconfig as s, os; open(os.path.join(s.get_path("include"), "Python.h"))'
-	$(PIP) '$(TORCH)' numpy 'scikit-build-core>=0.11' 'pybind11>=2.13' 'hatch-fancy-pypi-readme>=23.2' cmake ninja
+	$(PIP) '$(TORCH)' numpy 'scikit-build-core>=0.11' 'pybind11>=2.13' 'hatch-fancy-pypi-readme>=23.2'
+	@touch $@
+
+# Before torch, which takes long: the C++ tests need nothing else.
+.venv/cmake: Makefile | $(BIN)/python
+	$(PIP) cmake ninja
 	@touch $@
 
 $(BIN)/python:
