@@ -42,8 +42,10 @@ class OutcomeInvariants:
             return
         if outcome is not None and outcome.failure is not None and outcome.failure.record is None:
             ending = outcome.failure.ending
+            stood = any(each.tries and ending.rank in each.ranks for each in self._known.struck)
             if (
-                ending.code
+                not (stood and outcome.failure.blame is not None)  # it was stopped before, for which others have failed
+                and ending.code
                 and not ending.stopped
                 and launcher.exit_code != (ending.code if ending.code > 0 else 128 - ending.code)
             ):

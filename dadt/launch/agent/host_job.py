@@ -217,7 +217,9 @@ class HostJob:
         assert self._checkpoint is not None
         able = set(living) - set(heedless)
         able -= (early := self._early(able, living))
-        patience = min(self._checkpoint["grace"] / 4, MOST_PATIENCE) if action.together else 0.0
+        patience = 0.0
+        if action.together:
+            patience = min(self._checkpoint["grace"] / 4, MOST_PATIENCE) if self._preempted else MOST_PATIENCE
         # The ranks in `asked` raise the signal themselves, all after the same step.
         asked = self.registry.tell_to_save(able, patience)
         for rank in able - asked:
