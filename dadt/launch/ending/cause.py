@@ -34,11 +34,11 @@ class Cause:
         members: Sequence[Member],
         logs: Path,
         patience: float,
-        silence: Callable[[float, float], Blame | None],
+        silence: Callable[[float], Blame | None],
     ) -> None:
         """logs: folder of the ranks' logs. patience: minimum seconds for which ranks wait for a rank that cannot
-        continue. silence: called with two times; returns the Blame if hosts do not receive each other's packets now,
-        since before the first of them, else None."""
+        continue. silence: called with the time; returns the Blame if hosts do not receive each other's packets, else
+        None."""
         self._slots = slots
         self._members = members
         self._logs = logs
@@ -59,6 +59,8 @@ class Cause:
         self._blame: Blame | None = None
         self._excused: set[int] = set()
         """Ranks that were lost while the others continued training without them."""
+        self._given_up: set[int] = set()
+        """Ranks for which all others had waited too long, as the launcher decided."""
         self._error = ""
         """Text that says why the first lost agent was lost, or why an agent could not start its workers; empty if
         neither happened."""
@@ -129,6 +131,10 @@ class Cause:
             self._held = member
             self._blame = Blame.of_held(member.condition)
 
+    def give_up_silent(self, ranks: Collection[int]) -> None:
+        """Record that all others had waited too long for these ranks: no silence between hosts is why they fail."""
+        self._given_up |= set(ranks)
+
     def give_up(self, rank: int, record: ErrorRecord, now: float) -> None:
         """Record an exception that this rank has reported. The exception ends the rank's process unless it was raised
         in a thread other than the main one."""
@@ -140,12 +146,11 @@ class Cause:
         # If another cause is known already, or the others train on without this rank, this failure is a consequence.
         explained = self._held is not None or self._error or self._told_to_end or rank in self._excused
         if record.secondary and record.type != "Mismatch" and not explained:
-            held = next((each for each in self._members if each.rank != rank and self._keeps_waiting(each, now)), None)
+            awaited = [member for member in self._members if not (member.rank == rank or member.lost)]
+            held = next((member for member in awaited if self._keeps_waiting(member, now)), None)
             if held is not None:
                 self.hold(held)
-                return
-            waits_since = now - self._patience + BEAT_SECONDS  # a shorter silence is not why it has waited in vain
-            if self._blame is None and (blame := self._silence(waits_since, now)) is not None:
+            elif self._blame is None and self._given_up <= self._excused and (blame := self._silence(now)) is not None:
                 self._blame, self._gave_up_at = blame, record.time
 
     def _keeps_waiting(self, member: Member, now: float) -> bool:

@@ -305,7 +305,8 @@ class Membership:
         names = [f"rank {m.rank} ({m.place}{f'; {HELD[m.condition]}' if many and m.held else ''})" for m in silent]
         why = f"{' and '.join(names)} {'were' if many else 'was'} silent for {self._patience:g} s"
         why += f", {HELD[silent[0].condition]}" if silent[0].held and not many else ""
-        self._lose_awaited([member.rank for member in silent], why, now, "them" if many else "it")
+        self._cause.give_up_silent(ranks := [member.rank for member in silent])
+        self._lose_awaited(ranks, why, now, "them" if many else "it")
 
     def _lose_awaited(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> None:
         """Remove these ranks, for which the others wait, or send these an error if too few ranks would be left."""

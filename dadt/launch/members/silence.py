@@ -180,11 +180,10 @@ class Silences:
                 return False
         return True
 
-    def blame(self, since: float, now: float) -> Blame | None:
+    def blame(self, now: float) -> Blame | None:
         """Return a Blame for a failure that names the longest outage between hosts which answer the launcher; None if
-        there is no outage that began before `since` (time.monotonic)."""
-        lasting = {pair: outage for pair, outage in self._current.items() if outage.since < since}
-        found = {p: o for p, o in lasting.items() if all(self._answers(index, now) for index in p)}
+        there is no outage."""
+        found = {p: o for p, o in self._current.items() if all(self._answers(index, now) for index in p)}
         pair = min(found, key=lambda pair: found[pair].since, default=None)
         if pair is None:
             return None
