@@ -107,11 +107,12 @@ std::vector<Case> cases() {
 }
 INSTANTIATE_TEST_SUITE_P(All, ShmExchange, testing::ValuesIn(cases()));
 
-// An allgather: one piece for all. In place or not, and long enough to be written past the cache.
+// An allgather: one piece for all. In place or not, and among three long enough to be written past the cache.
 TEST(Exchange, WhatSeveralGetIsSentOnce) {
   for (int world_size : {1, 2, 3}) {
     const auto executors = connected(world_size, ShmExecutor::kSlotBytes);
-    for (size_t length : {size_t{0}, size_t{777}, size_t{6} << 20}) {
+    const size_t several = 3 * ShmExecutor::kSlotBytes + 1, long_of_three = size_t{6} << 20;
+    for (size_t length : {size_t{0}, size_t{777}, world_size == 3 ? long_of_three : several}) {
       for (bool in_place : {false, true}) {
         spawn(world_size, [&](int rank) {
           Mine mine(rank, world_size, [&](int, int) { return length; });

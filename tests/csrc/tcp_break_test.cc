@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 #include <random>
@@ -81,7 +82,17 @@ INSTANTIATE_TEST_SUITE_P(All, StreamBreak, testing::Values(1, 3));
 
 using Floats = std::vector<std::vector<float>>;
 
-float value(int rank, int round, size_t i) { return static_cast<float>((rank + 1) * (round + 3) + i % 1000); }
+// A thousand values again and again: copied, as a sanitizer looks at each that is computed.
+void fill(std::vector<float>& values, int rank, int round) {
+  constexpr size_t kPeriod = 1000;
+  const size_t count = values.size();
+  std::iota(values.begin(), values.begin() + static_cast<ptrdiff_t>(std::min(count, kPeriod)),
+            static_cast<float>((rank + 1) * (round + 3)));
+  for (size_t filled = kPeriod; filled < count; filled *= 2) {
+    std::copy_n(values.begin(), std::min(filled, count - filled),
+                values.begin() + static_cast<ptrdiff_t>(filled));
+  }
+}
 
 // Every kind of operation, of few and of many values, in place and not, as they are and compressed. Returns
 // all that comes of it.
@@ -95,10 +106,7 @@ std::vector<std::string> rounds(TcpExecutor& executor, int rank, int world_size,
   for (int round = 0; round < 9; ++round) {
     const size_t count = round % 3 == 0 ? 1000 : round % 3 == 1 ? 50'000 : 400'000;
     Floats values(2, std::vector<float>(count / 2));
-    for (size_t i = 0; i < count / 2; ++i) {
-      values[0][i] = value(rank, round, i);
-      values[1][i] = value(rank, round + 1, i);
-    }
+    for (int i = 0; i < 2; ++i) fill(values[i], rank, round + i);
     Floats sums = values;
     Operation operation = allreduce(DType::kFloat32, round % 2 == 0 ? sums : values, sums);
     operation.lane = std::string(static_cast<size_t>(round), 'x');
@@ -117,9 +125,7 @@ std::vector<std::string> rounds(TcpExecutor& executor, int rank, int world_size,
     add(values);
 
     Floats sends(world_size, std::vector<float>(1 + count / 4)), receives = sends;
-    for (int to = 0; to < world_size; ++to) {
-      for (size_t i = 0; i < sends[to].size(); ++i) sends[to][i] = value(rank + to, round, i);
-    }
+    for (int to = 0; to < world_size; ++to) fill(sends[to], rank + to, round);
     Operation exchanged = allreduce(DType::kFloat32, sends, receives);
     exchanged.kind = Kind::kExchange;
     exchanged.layout = exchanged.receives =

@@ -86,15 +86,15 @@ TEST_P(TcpAllreduce, GivesTheSameAsSharedMemory) {
       if (codec == Codec::kNone) {
         EXPECT_EQ(got, want) << "rank " << rank;
       }
-      float most = 0;  // sums of many values travel compressed, too
-      for (size_t i = 0; i < counts.size(); ++i) {
+      // Sums of many values travel compressed, too. The other ranks have the same bits.
+      for (size_t i = 0; rank == 0 && codec != Codec::kNone && i < counts.size(); ++i) {
+        float most = 0;
         for (size_t k = 0; k < counts[i]; ++k) most = std::max(most, std::abs(got[i][k] - want[i][k]));
+        EXPECT_LT(most, codec > Codec::kInt4 ? 3.f : codec == Codec::kInt4 ? 0.3f : 0.1f);
       }
-      const float near = codec > Codec::kInt4 ? 3.f : codec == Codec::kInt4 ? 0.3f : 0.1f;
-      EXPECT_LT(most, near) << "rank " << rank;
       results[rank] = got;
     });
-    for (const Floats& result : results) EXPECT_EQ(result, results[0]);
+    for (int rank = 1; rank < world_size; ++rank) EXPECT_EQ(results[rank], results[0]) << "rank " << rank;
   }
 }
 
