@@ -31,7 +31,7 @@ NOTED = (
     ("dadt.train.ranks", "Ranks", "hang_up"),
     ("dadt.train.loss.recovery", "Recovery", "connect"),
     ("dadt.comm.executors.sockets", "_Entry", "connect"),
-    ("dadt.control.worker_line", "WorkerLine", "get"),
+    ("dadt.control.worker_line", "WorkerLine", "exchange"),
     ("dadt.train.loss.recovery", "Recovery", "regroup"),
 )
 """Module, class and method of what is noted."""
@@ -39,9 +39,8 @@ STAGES = (
     ("told of the loss, until its connection begins to close", "Deaths.regroup begins", "Ranks.hang_up begins"),
     ("closing the old connection", "Ranks.hang_up begins", "Ranks.hang_up ends"),
     ("preparing", "Ranks.hang_up ends", "_Entry.connect begins"),
-    ("telling each other the addresses, over the launcher", "_Entry.connect begins", "WorkerLine.get ends"),
-    ("connecting, three connections with each of four ranks", "WorkerLine.get ends", "_Entry.connect ends"),
-    ("the executor", "_Entry.connect ends", "Recovery.connect ends"),
+    ("telling each other the addresses, over the launcher", "_Entry.connect begins", "WorkerLine.exchange ends"),
+    ("clearing the kept connections, and the executor", "WorkerLine.exchange ends", "Recovery.connect ends"),
     ("comparing how far all are, and their weights", "Recovery.regroup begins", "Recovery.regroup ends"),
     ("all of it", "Deaths.regroup begins", "Recovery.connect_anew ends"),
 )

@@ -142,6 +142,24 @@ class TcpExecutor(Executor):
         """Return the kernel's counts for the data connections with each rank, by rank. They are read at most five times
         a second, while operations run."""
 
+    def release(self) -> list[KeptLink | None]:
+        """Give up the connections, once the engine and the TcpMailbox are closed. Returns by rank those that stand
+        after a failure, for the next group."""
+
+class KeptLink:
+    """The connections with another rank, after a group of both has failed and before they form the next one."""
+
+    def enter(self, generation: int) -> None:
+        """Tell the other rank that this one enters a generation of ranks, and how many bytes it has written before."""
+    def clear(self, generation: int, seconds: float) -> bool:
+        """Drop what the other rank has written before it entered this generation, for so many seconds at most. Returns
+        whether nothing of that is left, or the connection has ended, which its user will notice. Raises PeerLost if the
+        other rank has entered a later generation."""
+    def end(self) -> None:
+        """End the connection, so that its user replaces it."""
+    def take(self) -> list[int]:
+        """Return the descriptors, which the caller then owns, in the order that TcpExecutor requires."""
+
 class NullExecutor(Executor):
     """Executor that moves nothing and delivers the rank's own values: the fastest that any executor can be."""
 

@@ -190,6 +190,11 @@ void bind_executors(py::module_& module) {
       .def_readonly("round_trip", &LinkCounts::round_trip)
       .def_readonly("at", &LinkCounts::at)
       .def_readonly("queued", &LinkCounts::queued);
+  py::class_<KeptLink>(module, "KeptLink")
+      .def("enter", &KeptLink::enter, "generation"_a)
+      .def("clear", &KeptLink::clear, "generation"_a, "seconds"_a, Unlocked())
+      .def("end", &KeptLink::end)
+      .def("take", &KeptLink::take);
   py::class_<TcpExecutor, Executor, std::shared_ptr<TcpExecutor>>(module, "TcpExecutor")
       .def(py::init<int, std::vector<std::vector<int>>, double>(), "rank"_a, "sockets"_a, "silence"_a = 0.0)
       .def("counts", &TcpExecutor::counts, Unlocked())
@@ -199,6 +204,8 @@ void bind_executors(py::module_& module) {
       .def("is_detached", of_links(&Links::is_detached), "rank"_a, Unlocked())
       .def("has_left", of_links(&Links::has_left), "rank"_a, Unlocked())
       .def("give_up", of_links(&Links::give_up), "rank"_a, Unlocked())
+      .def(
+          "release", [](TcpExecutor& tcp) { return tcp.links()->release(); }, Unlocked())
       .def(
           "attach",
           [](TcpExecutor& tcp, int rank, const std::vector<int>& sockets, Counts received) {

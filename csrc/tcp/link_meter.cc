@@ -70,6 +70,17 @@ void LinkMeter::read(const std::vector<std::vector<int>>& sockets) {
   due_ = Clock::now() + std::max<Clock::duration>(kLeastPause, kShare * (processor_time() - begin));
 }
 
+void LinkMeter::begin(const std::vector<std::vector<int>>& sockets) {
+  read(sockets);
+  const std::lock_guard lock(mutex_);
+  for (auto& connections : links_) {
+    for (Connection& each : connections) {
+      const LinkCounts& now = each.now;
+      each.before = {.sent = -now.sent, .received = -now.received, .resent = -now.resent, .busy = -now.busy};
+    }
+  }
+}
+
 void LinkMeter::limit(std::vector<size_t> windows) {
   const std::lock_guard lock(mutex_);
   windows_ = std::move(windows);

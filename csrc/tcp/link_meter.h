@@ -26,6 +26,9 @@ class LinkMeter {
  public:
   explicit LinkMeter(int world_size) : links_(world_size), windows_(world_size) {}
 
+  // Begins to count: what was counted on these connections before belongs to no rank.
+  void begin(const std::vector<std::vector<int>>& sockets);
+
   // Returns whether the next reading is due. Readings use at most a thousandth of a processor.
   bool is_due() const { return Clock::now() >= due_.load(std::memory_order_relaxed); }
 

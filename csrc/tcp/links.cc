@@ -15,8 +15,6 @@
 namespace dadt {
 namespace {
 
-constexpr uint32_t kBye = ~uint32_t{0};
-constexpr uint32_t kLongestNotice = 2048;
 // Longest time to wait for a rank's notice after its data connections have ended.
 constexpr auto kGrace = std::chrono::milliseconds(200);
 
@@ -33,12 +31,6 @@ constexpr double kLeastWindow = 14 * 1024, kLargestWindow = 64 << 20;
 // 64 KiB.
 constexpr size_t kLeastPackets = 2;
 
-// The header of a notice, which precedes its text.
-struct NoticeHead {
-  uint32_t code;  // kBye for a normal end, otherwise a Code
-  uint32_t bytes;
-};
-
 }  // namespace
 
 Links::Links(int rank, const std::vector<std::vector<int>>& sockets, double silence)
@@ -51,7 +43,8 @@ Links::Links(int rank, const std::vector<std::vector<int>>& sockets, double sile
       silence_(silence),
       meter_(static_cast<int>(sockets.size())),
       heard_(sockets.size()),
-      given_up_(sockets.size()) {
+      given_up_(sockets.size()),
+      released_(sockets.size()) {
   check_rank(rank, world_size());
   for (int* bell : {&bell_, &watch_, &mail_bell_}) {
     *bell = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
@@ -69,29 +62,25 @@ Links::Links(int rank, const std::vector<std::vector<int>>& sockets, double sile
     streams_.emplace_back(peer, data_[peer]);
     mail_.emplace_back(peer, mail_sockets_[peer]);
   }
+  meter_.begin(data_);
   share_windows(std::vector<uint64_t>(sockets_.size()), world_size() - 1);
 }
 
 Links::~Links() {
   if (inert()) return;
   close();
-  for (const auto& each : sockets_) {
-    for (int socket : each) ::close(socket);
+  for (int rank = 0; rank < world_size(); ++rank) {
+    if (released_[rank]) continue;
+    for (int socket : sockets_[rank]) ::close(socket);
   }
   for (int bell : {bell_, watch_, mail_bell_}) ::close(bell);
 }
 
 bool Links::inert() const { return getpid() != pid_; }
 
-// Sends a notice to all ranks. A notice is short and the only data on its connection, so it always fits into
-// the socket's buffer.
 void Links::send_notices(uint32_t code, const std::string& text) {
-  NoticeHead head{code, static_cast<uint32_t>(std::min<size_t>(text.size(), kLongestNotice))};
-  std::string notice(reinterpret_cast<const char*>(&head), sizeof head);
-  notice.append(text, 0, head.bytes);
   for (int peer = 0; peer < world_size(); ++peer) {
-    if (peer == rank_) continue;
-    (void)!::send(notices(peer), notice.data(), notice.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (peer != rank_) send_notice(notices(peer), code, text);
   }
 }
 
@@ -120,20 +109,50 @@ void Links::ring_all() const {
 void Links::close() {
   if (inert()) return;
   const std::lock_guard lock(mutex_);
+  if (is_closed_) return;
   if (!told_) send_notices(kBye, {});
   told_ = is_closed_ = true;
   meter_.read(data_);
   for (int peer = 0; peer < world_size(); ++peer) {
-    if (peer == rank_) continue;
-    shutdown(notices(peer), SHUT_WR);
-    for (int socket : data_[peer]) shutdown(socket, SHUT_WR);
+    if (peer != rank_ && !is_aborted_) hang_up(peer);
   }
   ring_all();
 }
 
+void Links::hang_up(int rank) {
+  shutdown(notices(rank), SHUT_WR);
+  for (int socket : data_[rank]) shutdown(socket, SHUT_WR);
+}
+
+std::vector<std::unique_ptr<KeptLink>> Links::release() {
+  std::vector<std::unique_ptr<KeptLink>> kept(sockets_.size());
+  if (inert() || !is_aborted_) return kept;
+  const std::scoped_lock lock(streams_mutex_, mail_mutex_);
+  for (int rank = 0; rank < world_size(); ++rank) {
+    if (rank == rank_ || released_[rank]) continue;
+    const Heard& heard = heard_[rank];
+    const bool is_between = heard.ended ? heard.reason && heard.speaks : heard.notice.is_empty();
+    const bool stands =
+        is_between && !given_up_[rank] && !streams_[rank].has_ended() && !mail_[rank].has_ended();
+    std::vector<UsedSocket> sockets{{notices(rank)}};
+    for (Stream* stream : {&mail_[rank], &streams_[rank]})
+      std::ranges::copy(stream->release(), std::back_inserter(sockets));
+    // Other threads of this object may still hold the descriptors.
+    heard_[rank].ended = given_up_[rank] = true;
+    if (stands) {
+      kept[rank] = std::make_unique<KeptLink>(rank, std::move(sockets));
+      released_[rank] = true;
+    } else {
+      hang_up(rank);
+      shutdown(mail_sockets_[rank][0], SHUT_WR);
+    }
+  }
+  return kept;
+}
+
 void Links::end_mail() {
   // Before this rank has told that it ends, other ranks would take the end of a connection for a break.
-  if (!has_told()) return;
+  if (!has_told() || is_aborted_) return;
   const std::lock_guard lock(mail_mutex_);
   for (const auto& each : mail_sockets_) {
     for (int socket : each) shutdown(socket, SHUT_WR);
@@ -160,44 +179,31 @@ void Links::check_aborted() {
 
 // Reads the notice in which a peer reports its end, as far as it has arrived.
 void Links::read_notice(int rank) {
-  Notice& notice = heard_[rank];
-  char bytes[sizeof(NoticeHead) + kLongestNotice];
-  while (!notice.ended) {
-    const ssize_t count = recv(notices(rank), bytes, sizeof bytes, MSG_DONTWAIT);
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
-    if (count <= 0) {
-      notice.ended = true;
-      return;
-    }
-    notice.text.append(bytes, static_cast<size_t>(count));
-    NoticeHead head;
-    if (notice.text.size() < sizeof head) continue;
-    std::memcpy(&head, notice.text.data(), sizeof head);
-    const bool sound =
-        head.bytes <= kLongestNotice && (head.code == kBye ? head.bytes == 0 : head.code < kCodes);
-    const std::string who = "rank " + std::to_string(rank);
-    if (!sound || notice.text.size() > sizeof head + head.bytes) {
-      notice.ended = true;
-      notice.reason = Error(Code::kComm, who + " sent what is no notice of DADT's");
-      ring(mail_bell_);
-      return;
-    }
-    if (notice.text.size() < sizeof head + head.bytes) continue;
-    notice.ended = true;
-    notice.closed = head.code == kBye;
-    ring(mail_bell_);
-    if (notice.closed) return;
-    const Code code = static_cast<Code>(head.code);
-    const std::string reason = notice.text.substr(sizeof head);
+  Heard& heard = heard_[rank];
+  if (heard.ended) return;
+  const LinkNotice::Came came = heard.notice.read(notices(rank));
+  if (came == LinkNotice::Came::kPart) return;
+  heard.ended = true;
+  if (came == LinkNotice::Came::kEnd) return;
+  const uint32_t code = came == LinkNotice::Came::kAll ? heard.notice.code() : 0;
+  const std::string who = "rank " + std::to_string(rank);
+  const std::string text = heard.notice.text();
+  if (came == LinkNotice::Came::kInvalid || (code == kBye ? !text.empty() : code >= kCodes)) {
+    heard.reason = Error(Code::kComm, who + " sent what is no notice of DADT's");
+    heard.speaks = false;
+  } else if (code == kBye) {
+    heard.closed = true;
+  } else {
     // All ranks report a mismatch in the same words, so the rank that sent the notice is not named.
-    notice.reason = Error(code, code == Code::kMismatch ? reason : who + " gave up: " + reason);
+    const bool is_mismatch = static_cast<Code>(code) == Code::kMismatch;
+    heard.reason = Error(static_cast<Code>(code), is_mismatch ? text : who + " gave up: " + text);
   }
+  ring(mail_bell_);
 }
 
 void Links::check_reasons() const {
-  for (const Notice& notice : heard_) {
-    if (notice.reason) throw *notice.reason;
+  for (const Heard& heard : heard_) {
+    if (heard.reason) throw *heard.reason;
   }
 }
 

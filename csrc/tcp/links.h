@@ -4,6 +4,7 @@
 #include <sys/uio.h>
 
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -11,7 +12,9 @@
 
 #include "base/error.h"
 #include "base/event_count.h"
+#include "tcp/kept_link.h"
 #include "tcp/link_meter.h"
+#include "tcp/link_notice.h"
 #include "tcp/stream.h"
 
 namespace dadt {
@@ -48,6 +51,9 @@ class Links {
   // These methods have the same meaning as in Executor. Any thread may call abort, and one thread close.
   void abort(const Error& error);
   void close();
+  // Gives up the connections, after `close` and after the mailbox is closed. Returns by rank those that
+  // stand, if this object was aborted, for the next group of ranks; otherwise null.
+  std::vector<std::unique_ptr<KeptLink>> release();
 
   // Returns the kernel's counts for the data connections with each rank, as last read. May be called from any
   // thread.
@@ -127,12 +133,15 @@ class Links {
   std::optional<bool> fate(int rank);
   // Records that the mailbox sends nothing more to any rank.
   void end_mail();
+  // Returns whether this rank was aborted, and so has told the others that it fails.
+  bool is_aborted() const { return is_aborted_; }
 
  private:
-  struct Notice {
-    std::string text{};             // bytes of the notice received so far
+  struct Heard {
+    LinkNotice notice{};
     bool ended = false;             // whether the rank sends nothing more
     bool closed = false;            // whether the rank has ended normally
+    bool speaks = true;             // whether the notice is valid
     std::optional<Error> reason{};  // error with which the rank fails
   };
 
@@ -148,6 +157,7 @@ class Links {
   void check_reasons() const;
   void send_notices(uint32_t code, const std::string& text);
   void read_notice(int rank);
+  void hang_up(int rank);
 
   int notices(int rank) const { return sockets_[rank][kNotices]; }
 
@@ -173,9 +183,10 @@ class Links {
 
   // This mutex guards the following fields.
   std::mutex streams_mutex_;
-  std::vector<Notice> heard_;
+  std::vector<Heard> heard_;
   std::vector<Stream> streams_;  // data stream of each rank
   std::vector<bool> given_up_;   // for each rank, whether it was given up
+  std::vector<bool> released_;   // for each rank, whether its sockets are those of a KeptLink
 
   // mail_mutex_ guards the following fields. It may be locked while streams_mutex_ is, but not the other way
   // round.

@@ -96,12 +96,12 @@ bool Links::breaks(int rank, bool is_sure) {
       // The connections may have been replaced since the event was detected, so they are checked again.
       if (!is_sure && !std::ranges::any_of(sockets_[rank], is_broken)) return false;
       read_notice(rank);
-      const Notice& notice = heard_[rank];
-      if (notice.closed || notice.reason) {
+      const Heard& heard = heard_[rank];
+      if (heard.closed || heard.reason) {
         ring(bell_);
         return false;
       }
-      if (is_sure || notice.ended || Clock::now() >= deadline) return detach_held(rank).has_value();
+      if (is_sure || heard.ended || Clock::now() >= deadline) return detach_held(rank).has_value();
     }
     pollfd notice{notices(rank), POLLIN, 0};
     const auto rest = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();

@@ -88,6 +88,7 @@ size_t Stream::send_some(Socket& socket, std::vector<iovec>& from) {
                             : sendmsg(socket.descriptor, &message, kFlags);
   if (count < 0 && !is_later()) has_ended_ = true;
   const size_t taken = count > 0 ? static_cast<size_t>(count) : 0;
+  socket.written += taken;
   socket.is_full = taken < bytes_in(from);
   return taken;
 }
@@ -104,6 +105,7 @@ size_t Stream::receive_some(Socket& socket, std::vector<iovec>& to) {
   if (count == 0) socket.is_closed = true;
   if (count < 0 && !is_later()) has_ended_ = true;
   const size_t came = count > 0 ? static_cast<size_t>(count) : 0;
+  socket.read += came;
   return came;
 }
 
@@ -223,6 +225,13 @@ void Stream::attach(uint64_t position) {
   }
   sent_ = position;
   has_ended_ = is_detached_ = false;
+}
+
+std::vector<UsedSocket> Stream::release() {
+  has_ended_ = true;
+  std::vector<UsedSocket> used;
+  for (const Socket& socket : sockets_) used.push_back({socket.descriptor, socket.written, socket.read});
+  return used;
 }
 
 size_t Stream::receive(const std::vector<iovec>& to) {

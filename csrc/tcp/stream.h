@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "tcp/kept_link.h"
 #include "tcp/link_speed.h"
 
 namespace dadt {
@@ -60,6 +61,9 @@ class Stream {
   // the other side has received.
   void attach(uint64_t position);
 
+  // Ends this object's use of the sockets, and returns them.
+  std::vector<UsedSocket> release();
+
   // Returns what the kernel has counted on the current sockets.
   Traffic traffic() const;
   // Returns the shortest round trip of recent minutes, in seconds, as the kernel measures it.
@@ -87,6 +91,7 @@ class Stream {
   };
   struct Socket {
     int descriptor;
+    uint64_t written = 0, read = 0;  // bytes, including headers
     int low_water = 1;  // bytes from which the kernel reports the socket as readable (SO_RCVLOWAT)
     bool is_full = false;
     bool is_closed = false;        // whether the other side has closed the socket

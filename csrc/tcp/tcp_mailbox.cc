@@ -45,7 +45,9 @@ struct TcpMailboxState final : Carrier {
         pid(getpid()),
         mutex(links->mail()),
         meter(links->world_size()),
-        post(*this, kPipe) {}
+        post(*this, kPipe) {
+    meter.begin(links->mail_sockets());
+  }
 
   // The following fields are constant after construction.
   const std::shared_ptr<Links> links;
@@ -226,7 +228,8 @@ void TcpMailboxState::run() {
     {
       const std::lock_guard lock(mutex);
       move();
-      const bool is_over = close_at && (is_empty() || Clock::now() >= *close_at);
+      // If the ranks have failed, the others may read nothing more of what is unsent.
+      const bool is_over = close_at && (links->is_aborted() || is_empty() || Clock::now() >= *close_at);
       if (is_over || meter.is_due()) meter.read(links->mail_sockets());
       if (is_over) return;
       if (close_at) patience = 100;  // milliseconds between two checks of close_at

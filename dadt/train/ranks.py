@@ -20,6 +20,7 @@ from dadt.comm.bucket import DTYPES, split
 from dadt.comm.compression import Codec
 from dadt.comm.executors.base import Connection, P2PWork, PointToPoint
 from dadt.comm.executors.device import Averaging, Device
+from dadt.comm.executors.kept import Kept
 from dadt.comm.executors.meet import AllRanks, Apart, Equals, Meet
 from dadt.comm.executors.point_to_point import NoPointToPoint
 from dadt.comm.keepalive import leak
@@ -78,6 +79,7 @@ class Ranks:
         self.progress = Progress()
         self.requests = Requests()
         self.deaths = Deaths()
+        self.kept = Kept(self.members)
         self.timeline: Timeline | None = None
         self.connection: Connection | None = None
         """The newest connection with the other ranks, which may have failed or ended; None before the first."""
@@ -167,7 +169,7 @@ class Ranks:
     def meet_within(self, seconds: float) -> Meet:
         group = self.group  # read once, as another thread may enter the next group
         has_lost = (lambda: self.deaths.outdated) if self.config.min_np else None
-        meet: Meet = AllRanks(group, self.control, seconds, has_lost, self.tell_waiting)
+        meet: Meet = AllRanks(group, self.control, seconds, has_lost, self.tell_waiting, self.kept.group)
         if self.world.parts > 1:
             meet = Equals(meet, self.members, group.rank)
         return Apart(meet, f"generation {group.generation}") if group.generation else meet
@@ -198,6 +200,7 @@ class Ranks:
             self.control.stop_listening()
         if self.timeline is not None:
             self.timeline.stop()
+        self.kept.end()
         self.hang_up()
 
     def hang_up(self) -> None:
@@ -239,6 +242,7 @@ class Ranks:
         """Set this rank's members and numbers to those of a new generation of ranks (the ranks that train after a
         loss), without connecting yet."""
         self.members = [rank for rank in generation.members if rank in self.world.equals]
+        self.kept.enter(self.members)
         self.newest, self.first = generation, self.world.rank in generation.firsts
         self.folder_writer = generation.writer(self.world.rank)
         self.group = self.world.among(self.members, generation.number)
@@ -299,19 +303,16 @@ class Ranks:
         """Overwrite the tensors with their means over ranks. weight: weight of this rank's values in the mean; 0 if
         they do not count, but even then the values must be finite. codec: the compression of the values; None for no
         compression."""
+        mean = partial(self.engine.allreduce, codec=CoreCodec.none if codec is None else codec.core)
         sent = [t for t in tensors if t.numel()]
-        core = CoreCodec.none if codec is None else codec.core
-        mean = partial(self.engine.allreduce, codec=core)
         self._by_host(sent, lambda layout, at, i: mean(layout, at, at, f"{name} {i}", weight))
 
     def _by_host(self, tensors: Sequence[torch.Tensor], launch: Callable[[Layout, list[int], int], Work]) -> None:
         """Exchange the tensors from host memory. Contiguous host copies are exchanged in place of tensors that are on a
         GPU or not contiguous."""
         staged = [(t.data, t.data.to("cpu").contiguous()) for t in tensors]
-        works: list[Work] = []
-        for i, bucket in enumerate(split([host for _, host in staged], 2**30)):
-            works.append(launch(bucket.layout, [t.data_ptr() for t in bucket.tensors], i))
-        for work in works:
+        buckets = enumerate(split([host for _, host in staged], 2**30))
+        for work in [launch(each.layout, [t.data_ptr() for t in each.tensors], i) for i, each in buckets]:
             self.wait(work)
         for tensor, host in staged:
             if tensor.data_ptr() != host.data_ptr():
@@ -340,8 +341,7 @@ class Ranks:
                 self.regroup(error)  # after regrouping, another rank sends the result, or the allgather begins again
 
     def _await(self, work: Work | Averaging | Gathering) -> None:
-        begun = perf_counter()
-        stood = not work.done
+        begun, stood = perf_counter(), not work.done
         while True:
             try:
                 work.wait(PATIENCE)

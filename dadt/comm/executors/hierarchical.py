@@ -23,7 +23,7 @@ from dadt.comm.bucket import DTYPES
 from dadt.comm.executors import c10d, compressed, mpi, pull, tcp
 from dadt.comm.executors.base import Connection, Executor, Measured, P2PWork, renumbered
 from dadt.comm.executors.core import SHARES
-from dadt.comm.executors.meet import Apart, Meet, attend
+from dadt.comm.executors.meet import Meet, OneOf, attend
 from dadt.comm.link_totals import LinkTotals, together
 from dadt.config import Config
 from dadt.errors import CommError
@@ -55,7 +55,7 @@ def _joiner(cross: str, config: Config, world: World, meet: Meet) -> Callable[[S
     if cross != "tcp":
         c10d.check(name)
         join = partial(c10d.join, name)
-    return lambda ranks: join(Apart(meet, f"group {next(numbers)}"), world, ranks, config)
+    return lambda ranks: join(OneOf(meet, f"group {next(numbers)}"), world, ranks, config)
 
 
 def _local(hosts: Sequence[Sequence[int]], config: Config, world: World, meet: Meet) -> _core.Engine | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol, TypeVar
 
+from dadt.comm.executors.kept import KeptGroup
 from dadt.control.worker_line import WorkerLine
 from dadt.errors import DadtError, PeerLost
 from dadt.world import World
@@ -32,6 +33,12 @@ class Meet(Protocol):
     def outdated(self) -> bool | None:
         """True if some of these ranks are lost and the job continues without them, so that waiting for all is
         pointless; None if the job cannot continue without lost ranks."""
+        return None
+
+    @property
+    def kept(self) -> KeptGroup | None:
+        """Connections of these ranks that stand although their group has failed; None if the job cannot continue
+        without lost ranks."""
         return None
 
     def look(self, what: str, waited: float) -> None:
@@ -67,6 +74,10 @@ class Within(Meet):
     def outdated(self) -> bool | None:
         return self.meet.outdated
 
+    @property
+    def kept(self) -> KeptGroup | None:
+        return self.meet.kept
+
     def look(self, what: str, waited: float) -> None:
         self.meet.look(what, waited)
 
@@ -91,6 +102,15 @@ class Apart(Within):
         return self.meet.get([f"{self.name} {key}" for key in keys])
 
 
+@dataclass(frozen=True)
+class OneOf(Apart):
+    """The rendezvous of one of several groups in which a rank is at once."""
+
+    @property
+    def kept(self) -> KeptGroup | None:
+        return self.meet.kept and self.meet.kept.named(self.name)
+
+
 @dataclass(frozen=True, slots=True)
 class AllRanks:
     """The rendezvous (Meet) of all ranks of a world, which exchanges bytes over this rank's connection to its agent or
@@ -105,6 +125,7 @@ class AllRanks:
     """
     tell: Callable[[str, float], None] = lambda what, waited: None
     """Function that `look` calls with what this rank waits for and the seconds waited."""
+    kept: KeptGroup | None = None
 
     def look(self, what: str, waited: float) -> None:
         self.tell(what, waited)

@@ -3,14 +3,16 @@ anything else is read."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 
+from dadt._core import KeptLink
 from dadt.comm.executors import mending, streams
 from dadt.comm.executors.meet import Meet
 from dadt.comm.executors.mending import Mender
@@ -39,6 +41,10 @@ class Connected:
     """The connections of each use, by the other rank's index in the group; an empty list at this rank's own index."""
     mender: Mender | None
     """Object that replaces broken connections once it is started; None if the group has one rank only."""
+    addresses: list[str]
+    """Where each rank listens, by its index in the group."""
+    kept: Mapping[int, KeptLink] = field(default_factory=dict)
+    """Connections of all uses that both sides have kept, by the other rank's index in the group."""
 
     def close(self) -> None:
         if self.mender is not None:
@@ -62,21 +68,27 @@ def connect(
     config: Config,
     *,
     star: bool = False,
+    kept: Mapping[int, KeptLink] | None = None,
 ) -> Connected:
     """Connect these ranks of the world with each other, or each with the first one only.
 
     uses: purposes of the connections; two ranks get one connection for each purpose; for DATA, they get as many as
     `--streams` says or the link needs. name: prefix of the group's keys in the rendezvous. star: whether ranks are
-    connected with the first one only. Raises StartTimeout, naming the ranks that are not reached in time.
+    connected with the first one only. kept: connections of this rank that stand, by the other rank's index in `ranks`;
+    if the other rank has them, too, no new ones are made. Raises StartTimeout, naming the ranks that are not reached in
+    time.
     """
     if len(ranks) == 1:
-        return Connected({use: [[]] for use in uses}, None)
+        return Connected({use: [[]] for use in uses}, None, [""])
     # A rank sends to all others at the same time over one network link, so each connection gets an equal part of its
     # rate.
-    with paced(pace_of(config.link) / (len(ranks) - 1)), _Entry(uses, name, meet, world, ranks, config, star) as entry:
+    with (
+        paced(pace_of(config.link) / (len(ranks) - 1)),
+        _Entry(uses, name, meet, world, ranks, config, star, kept or {}) as entry,
+    ):
         found = entry.connect(monotonic() + config.start_timeout)
     by_place = {use: [_in_order(found.get((use, place), {})) for place in range(len(ranks))] for use in uses}
-    return Connected(by_place, entry.mender)
+    return Connected(by_place, entry.mender, entry.addresses, entry.kept)
 
 
 def _in_order(found: Mapping[int, socket.socket]) -> list[socket.socket]:
@@ -96,11 +108,15 @@ class _Entry:
         ranks: Sequence[int],
         config: Config,
         star: bool,
+        kept: Mapping[int, KeptLink],
     ) -> None:
         self.place = ranks.index(world.rank)
         self._others = [0] if star and self.place > 0 else [at for at in range(len(ranks)) if at != self.place]
         """Indices of the ranks to connect with."""
+        self.kept = kept
+        self.addresses: list[str] = []
         self._uses, self._name, self._meet, self._ranks = uses, name, meet, ranks
+        self._is_whole = len(ranks) == world.world_size
         self._me = f"rank {world.rank}"
         self._silence, self._timeout = config.timeout, config.start_timeout
         self._mended_silence = silence_of(config)
@@ -132,9 +148,13 @@ class _Entry:
     def connect(self, deadline: float) -> dict[tuple[str, int], dict[int, socket.socket]]:
         key = b"" if self._meet.secret else self._key
         reach = Reach(addresses=[self._address], port=self._listener.port, key=key, silence=self._silence)
-        self._meet.put(self._endpoint(self._ranks[self.place]), reach.to_text().encode())
-        endpoints = self._meet.get([self._endpoint(rank) for rank in self._ranks])
-        reaches = [self._reach(place, blob) for place, blob in enumerate(endpoints)]
+        kept = sum(1 << place for place in self.kept)
+        endpoints = self._exchange(json.dumps([reach.to_text(), f"{kept:x}"]).encode())
+        told = [self._told(place, blob) for place, blob in enumerate(endpoints)]
+        reaches = [reach for reach, _ in told]
+        self.addresses = [reach.addresses[0] for reach in reaches]
+        self.kept = {place: link for place, link in self.kept.items() if told[place][1] >> self.place & 1}
+        self._others = [place for place in self._others if place not in self.kept]
         self.mender = Mender(self.place, self._name, self._ranks, reaches, self._listener, self._silence)
         _at_once([partial(self._dial, place, reaches[place], deadline) for place in self._others if place < self.place])
         if self._errors:
@@ -154,15 +174,21 @@ class _Entry:
                 raise StartTimeout(f"{ranked(late)} did not connect to {self._me} by TCP within {self._timeout:g} s")
         return self._found
 
-    def _endpoint(self, rank: int) -> str:
-        return f"{self._name} endpoint {rank}"
+    def _exchange(self, blob: bytes) -> list[bytes]:
+        if self._is_whole:
+            return self._meet.exchange(f"{self._name} endpoints", blob)
+        keys = [f"{self._name} endpoint {rank}" for rank in self._ranks]
+        self._meet.put(keys[self.place], blob)
+        return self._meet.get(keys)
 
-    def _reach(self, place: int, blob: bytes) -> Reach:
+    def _told(self, place: int, blob: bytes) -> tuple[Reach, int]:
+        """Return where a rank listens, and the set of ranks, as bits, with which it has connections that stand."""
         try:
-            reach = Reach.from_text(blob.decode())
-        except ValueError as error:
+            text, kept = json.loads(blob)
+            reach = Reach.from_text(text)
+            return replace(reach, key=self._meet.secret or reach.key), int(kept, 16)
+        except (ValueError, TypeError) as error:
             raise StartTimeout(f"rank {self._ranks[place]} told as address what is none of this version's") from error
-        return replace(reach, key=self._meet.secret or reach.key)
 
     def _dial(self, place: int, reach: Reach, deadline: float) -> None:
         other = f"rank {self._ranks[place]}"

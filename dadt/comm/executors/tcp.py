@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
+from time import monotonic
 
 import torch
 
@@ -17,13 +18,15 @@ from dadt.comm.executors.point_to_point import CoreMessages
 from dadt.comm.link_totals import LinkTotals, by_host
 from dadt.config import Config
 from dadt.config.link import pace_of
-from dadt.errors import CommError
+from dadt.control.pacing import pace
+from dadt.errors import CommError, PeerLost
 from dadt.world import World
 
 USES = (sockets.NOTICES, "mail", sockets.DATA)
 """Uses of the connections, in the order in which they are made and in which the C++ core expects them. Data connections
 come last, because the earlier ones show how many of them the link needs."""
 CLOSE_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
 
 
 def connect(config: Config, world: World, meet: Meet) -> Connection:
@@ -31,28 +34,60 @@ def connect(config: Config, world: World, meet: Meet) -> Connection:
 
 
 def _connect(meet: Meet, world: World, ranks: Sequence[int], config: Config) -> Connection:
-    own, size = ranks.index(world.rank), len(ranks)
-    connecting = partial(sockets.connect, USES, "tcp", meet, world, ranks, config)
+    own, size, kept = ranks.index(world.rank), len(ranks), meet.kept
+    offered = kept.offered(ranks) if kept is not None else {}
+    for link in offered.values():
+        link.enter(world.generation)
+    connecting = partial(sockets.connect, USES, "tcp", meet, world, ranks, config, kept=offered)
     connected = attend(meet, "connecting by TCP", connecting, sockets.Connected.close)
-    stands = _stands(connected.sockets[sockets.NOTICES], ranks)
+    silence, rate = sockets.silence_of(config), pace_of(config.link) / max(1, size - 1)
+    try:
+        _clear(meet, {ranks[place]: link for place, link in connected.kept.items()}, world.generation, silence)
+    except BaseException:
+        connected.close()
+        raise
     found = [[each.detach() for use in USES for each in connected.sockets[use][place]] for place in range(size)]
-    silence = sockets.silence_of(config)
+    for place in connected.kept:
+        assert kept is not None
+        found[place] = kept.take(ranks[place])
+        for descriptor in found[place] if rate else ():
+            with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as copy:
+                pace(copy, rate)
     executor = _core.TcpExecutor(own, found, silence)
     if connected.mender is not None:
-        rate = pace_of(config.link) / (size - 1)
         connected.mender.start(executor, [len(those) for those in found], silence, rate)
     mailbox = _core.TcpMailbox(executor)
-    mail, links = CoreMessages(mailbox), by_host([executor, mailbox], stands)
-    return Connection(_core.Engine(executor, own, size, config.timeout), mail, mail.close, links=links)
+    mail, links = CoreMessages(mailbox), by_host([executor, mailbox], _stands(connected.addresses, own, ranks))
+
+    def close() -> bool:
+        ended = mail.close()
+        standing = executor.release()
+        if kept is not None:
+            kept.fill(ranks, standing)
+        return ended
+
+    return Connection(_core.Engine(executor, own, size, config.timeout), mail, close, links=links)
 
 
-def _stands(sockets: Sequence[Sequence[socket.socket]], ranks: Sequence[int]) -> list[int | None]:
+def _clear(meet: Meet, links: Mapping[int, _core.KeptLink], generation: int, seconds: float) -> None:
+    """Wait until nothing of the group that has failed is left in its connections, which are given by rank. Those for
+    which this takes longer are ended, and will be replaced as all that break. Raises PeerLost if ranks are lost
+    meanwhile."""
+    deadline = monotonic() + seconds
+    for rank, link in links.items():
+        while not link.clear(generation, _LOOK_SECONDS):
+            if meet.outdated:
+                raise PeerLost("ranks have ended")
+            if monotonic() >= deadline:
+                meet.say(f"rank {rank} has not said where its bytes end: its connections are made anew")
+                link.end()
+
+
+def _stands(addresses: Sequence[str], own: int, ranks: Sequence[int]) -> list[int | None]:
     """Return, for each rank of the group, the first rank on the same host, or None if it is on this rank's host.
-    sockets: connections by the rank's index in the group, none at this rank's own index."""
-    here = {each.getsockname()[0] for those in sockets for each in those}
-    addresses = [those[0].getpeername()[0] if those else None for those in sockets]
+    addresses: where each rank listens. own: this rank's index in the group."""
     first = dict(zip(reversed(addresses), reversed(ranks), strict=True))
-    return [None if address is None or address in here else first[address] for address in addresses]
+    return [None if address == addresses[own] else first[address] for address in addresses]
 
 
 def join(meet: Meet, world: World, ranks: Sequence[int], config: Config) -> TcpGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -12,10 +13,12 @@ from time import monotonic
 
 import pytest
 import torch
+from harness.board import Board
 from harness.patience import PATIENCE, await_that
 
 from dadt import _core
 from dadt.comm.executors import mending, sockets
+from dadt.comm.executors.meet import Equals
 from dadt.comm.executors.point_to_point import CoreMessages
 from dadt.comm.executors.tcp import USES, _layout
 from dadt.config import Config
@@ -26,38 +29,11 @@ from dadt.world import World
 RANKS = 3
 
 
-class Board:
-    """A rendezvous (Meet) of threads."""
-
-    secret = b"s" * 32
-    outdated = None
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._news = threading.Condition()
-
-    def look(self, what: str, waited: float) -> None: ...
-
-    def say(self, text: str) -> None: ...
-
-    def put(self, key: str, blob: bytes) -> None:
-        with self._news:
-            self._values[key] = blob
-            self._news.notify_all()
-
-    def get(self, keys: Sequence[str]) -> list[bytes]:
-        with self._news:
-            assert self._news.wait_for(lambda: all(key in self._values for key in keys), PATIENCE)
-            return [self._values[key] for key in keys]
-
-    def exchange(self, key: str, blob: bytes) -> list[bytes]:
-        raise NotImplementedError
-
-
 class Rank:
     def __init__(self, board: Board, place: int, streams: int = 1) -> None:
         world, config = World(rank=place, world_size=RANKS), Config(timeout=PATIENCE, streams=streams)
-        found = sockets.connect(USES, "tcp", board, world, range(RANKS), config)
+        meet = Equals(board, range(RANKS), place)
+        found = sockets.connect(USES, "tcp", meet, world, range(RANKS), config)
         assert found.mender is not None
         self.mender = found.mender
         self.sockets = [[each.detach() for use in USES for each in found.sockets[use][other]] for other in range(RANKS)]
@@ -167,7 +143,7 @@ def test_a_rank_that_cannot_be_reached_any_more_is_named_at_once() -> None:
 def test_who_may_not_replace_a_connection_changes_nothing(wrong: dict[str, object]) -> None:
     board = Board()
     ranks = joined(board)
-    reach = Reach.from_text(board.get(["tcp endpoint 0"])[0].decode())
+    reach = Reach.from_text(json.loads(board.get(["tcp endpoints of rank 0"])[0])[0])
     hello = {"use": mending.MENDED, "place": 1, "group": "tcp", "number": 0, "received": [0, 0], "attempt": 1}
     stranger = Reach(addresses=reach.addresses, port=reach.port, key=b"t" * 32, silence=PATIENCE)
     with pytest.raises(Unreached, match="another key"):
