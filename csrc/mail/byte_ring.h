@@ -84,7 +84,10 @@ class RingMemory {
  public:
   explicit RingMemory(size_t capacity)
       : capacity_(capacity),
-        blocks_(new Block[(ByteRing::memory_bytes(capacity) + sizeof(Block) - 1) / sizeof(Block)]{}) {}
+        blocks_(new Block[(ByteRing::memory_bytes(capacity) + sizeof(Block) - 1) / sizeof(Block)]) {
+    // Only an empty ring's head must be zeroed: memory that is never written to costs nothing.
+    std::memset(blocks_.get(), 0, ByteRing::memory_bytes(0));
+  }
 
   ByteRing ring() const { return ByteRing(blocks_.get(), capacity_); }
 
