@@ -188,7 +188,7 @@ void Links::read_notice(int rank) {
   const uint32_t code = came == LinkNotice::Came::kAll ? heard.notice.code() : 0;
   const std::string who = "rank " + std::to_string(rank);
   const std::string text = heard.notice.text();
-  if (came == LinkNotice::Came::kInvalid || (code == kBye ? !text.empty() : code >= kCodes)) {
+  if (came == LinkNotice::Came::kInvalid || (code == kBye ? !text.empty() : text.empty() || code >= kCodes)) {
     heard.reason = Error(Code::kComm, who + " sent what is no notice of DADT's");
     heard.speaks = false;
   } else if (code == kBye) {
