@@ -286,7 +286,7 @@ def test_a_host_is_told_to_end_and_the_job_starts_again(start) -> None:
     os.kill(agent, signal.SIGTERM)
     result = run.finish()
     assert result.code == 0, result.err
-    assert saved(result) == ["0", "1"]
+    assert saved(result) == ["0", "1"], result.err
     assert "preempted; ranks 0 and 1 ended by themselves (exit code 75): restart 1 of 1\n" in result.err
 
 
