@@ -340,7 +340,7 @@ class Membership:
         """For an algorithm in which no rank waits for another: remove silent ranks that could not continue for too
         long. A silent rank is also removed if it alone has not finished, as all others then wait for its end."""
         others_ended = sum(member.finished for member in here)
-        for member in [each for each in here if not (each.finished or each.waiting.is_owed) and each.acted < since]:
+        for member in [each for each in here if not (each.finished or each.waiting.is_starting) and each.acted < since]:
             if member.held or 0 < others_ended == len(here) - 1:
                 why = f"rank {member.rank} ({member.place}) was silent for {self._patience:g} s"
                 self._lose_running([member.rank], why + (f", {HELD[member.condition]}" if member.held else ""), now)

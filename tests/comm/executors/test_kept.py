@@ -105,6 +105,9 @@ def regrouped(
     each(first, Rank.use)
     old = inodes() - others
     each(first, lambda rank: rank.fail(after))
+    for rank in first:
+        if rank.number not in after:
+            rank.kept.end()  # as its process has ended
     meanwhile(ranks)
     each(second, lambda rank: rank.connect(after, 2))
     for _ in range(3):
