@@ -258,7 +258,7 @@ ANSWERS = Speaker(
         "approach": APPROACH,
         "proposal": PROPOSAL,
         "preempted": FrameKind({}),
-        "save": FrameKind({"patience": SECONDS}),
+        "save": FrameKind({"patience": SECONDS, "count": COUNT}),
         "interrupt": FrameKind({"patience": SECONDS}),
         "order": FrameKind(
             {"command": ARGUMENTS, "env": VARIABLES, "cwd": PATH, "terminal": TERMINAL, "out": PATH, "err": PATH}
@@ -327,7 +327,7 @@ _job: dict[str, Check] = {
     "job": text(64), "env": VARIABLES, "workers": listed(_worker, 1 << 16), "cwd": PATH, "terminal": TERMINAL,
     "adopt": number, "stays_": flag, "secret": text(64),
     "heartbeat_": record(index=RANK, address=text(64), timeout=number),
-    "checkpoint_": record(number=SIGNAL, grace=number, alone=flag, island=whole(1, MOST_RANKS)),
+    "checkpoint_": record(number=SIGNAL, grace=number, alone=flag, island=whole(1, MOST_RANKS), saves=COUNT),
 }  # fmt: skip
 
 LAUNCHER = Speaker(
@@ -341,7 +341,7 @@ LAUNCHER = Speaker(
         "preempt": FrameKind({}),
         "answer": FrameKind({"line": LINE, "answer": anything}, 4 << 30),
         "stacks": FrameKind({"number": COUNT, "ranks": listed(RANK, MOST_RANKS)}),
-        "signal": FrameKind({"number": SIGNAL, "rank_": RANK}),
+        "signal": FrameKind({"number": SIGNAL, "rank_": RANK, "saves_": COUNT}),
         "worker": FrameKind({"rank": RANK}),
         "wrote": _wrote,
         "heartbeat": FrameKind({"hosts": listed(record(index=RANK, address=text(64), port=PORT), 1 << 16)}),

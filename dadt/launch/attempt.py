@@ -201,7 +201,7 @@ class Attempt:
             case actions.GiveUpHost(node):
                 self._agents.give_up(node)
             case actions.StartWorkers(node, place):
-                self._agents.send(node, order_to_join(self._where, place))
+                self._agents.send(node, order_to_join(self._where, place, self._job.saves))
             case _:
                 self._agents.start_up(action, self._voice, partial(look, self._plan, self._folder.job))
 

@@ -209,6 +209,11 @@ class Job:
         return self._joining is not None and self._termination.goes_on
 
     @property
+    def saves(self) -> int:
+        """Number of checkpoint signals that were sent to the workers."""
+        return self._endings.saves
+
+    @property
     def over(self) -> bool:
         """Whether all workers have ended on all hosts, as far as this can be known."""
         return self.overdue or not any(node.works for node in self._nodes)

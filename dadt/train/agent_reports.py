@@ -50,7 +50,7 @@ class AgentReports:
                 together = ranks.together and len(self._attachments) > 0
                 requests.interruption.hear(frame["patience"] if together else 0.0)
         elif frame.kind == "save":
-            requests.checkpoint_signal.hear(frame["patience"] if ranks.together else 0.0)
+            requests.checkpoint_signal.hear(frame["patience"] if ranks.together else 0.0, frame["count"])
         elif frame.kind == "regroup":
             self._regroup(frame)
         elif (steps := frame.get("steps")) is None:

@@ -24,9 +24,10 @@ class CheckpointSignal:
         self.number = 0
         """Number of the Unix signal; 0 if the job has none."""
         self.heard = 0
-        """Number of orders to save that this rank has received from its agent."""
+        """Number of the latest order to save that this rank has received, as the launcher counts the orders to all
+        ranks."""
         self._agreed = 0
-        """Largest number of orders to save that any rank has received, as all ranks know from the same exchange."""
+        """Largest number of an order that any rank has received, as all ranks know from the same exchange."""
         self._raised = 0
         self._lock = threading.Lock()
         self.common_step: CommonStep | None = None
@@ -42,17 +43,16 @@ class CheckpointSignal:
         self.number = number
         self.heard = self._agreed = self._raised = told
 
-    def hear(self, patience: float) -> None:
-        """Handle an order to save: deliver the signal together with the other ranks, or after `patience` seconds if
-        ranks take no step until then. With 0 seconds, deliver it at once, on this rank only."""
+    def hear(self, patience: float, count: int) -> None:
+        """Handle the order to save number `count`: deliver the signal together with the other ranks, or after
+        `patience` seconds if ranks take no step until then. With 0 seconds, deliver it at once, on this rank only."""
         if not patience:
             self._late(self._raised + 1)
             return
-        self.heard += 1
+        self.heard = max(self.heard, count)
         if self.common_step is not None:
-            key = f"signal {self.number}, {self.heard}"
-            self.common_step.find(key, patience, partial(self._agree_on, self.heard))
-        timer = threading.Timer(patience, self._late, [self.heard])
+            self.common_step.find(f"signal {self.number}, {count}", patience, partial(self._agree_on, count))
+        timer = threading.Timer(patience, self._late, [count])
         timer.daemon = True
         timer.start()
 
@@ -61,8 +61,8 @@ class CheckpointSignal:
         self._agreed, self._due = max(self._agreed, count), step
 
     def agree(self, heard: Iterable[int]) -> None:
-        """Note the largest number of orders to save that any rank has received. heard: each rank's number of orders,
-        which came to all ranks with the same exchange."""
+        """Note the largest number of an order to save that any rank has received. heard: each rank's number, which came
+        to all ranks with the same exchange."""
         self._agreed = max(self._agreed, *heard)
 
     def stepped(self, step: int) -> None:

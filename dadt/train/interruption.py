@@ -30,11 +30,11 @@ class Interruption(CheckpointSignal):
         """Callback that makes this rank's pending operations fail; any thread may call it."""
         self._patience = 0.0
 
-    def hear(self, patience: float) -> None:
+    def hear(self, patience: float, count: int = 1) -> None:
         if not self.heard:
             self._patience = patience
-            super().hear(patience)
-            self.heard = 1
+            super().hear(patience, count)
+            self.heard = count
 
     def _late(self, count: int) -> None:
         if not self._raised:

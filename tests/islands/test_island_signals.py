@@ -115,7 +115,7 @@ def test_the_signal_comes_after_the_step_that_nobody_has_completed() -> None:
         checkpoint.begin(signal.SIGUSR1, 0)
         common_step.stepped(7)
         others.answers[1].put([b"7", b"8"])  # the other rank has heard of it a step later
-        checkpoint.hear(60.0)
+        checkpoint.hear(60.0, 1)
         for step in (8, 9, 10):
             common_step.stepped(step)
             checkpoint.stepped(step)
@@ -172,7 +172,7 @@ def test_the_signal_comes_late_where_the_others_say_nothing() -> None:
         checkpoint = CheckpointSignal()
         checkpoint.common_step = others.common_step()
         checkpoint.begin(signal.SIGUSR1, 0)
-        checkpoint.hear(0.2)
+        checkpoint.hear(0.2, 1)
         checkpoint.common_step.stepped(1)
         checkpoint.stepped(1)
         await_that(lambda: signals, "the signal")

@@ -23,7 +23,7 @@ from dadt.launch.agent.actions import (
     TellLauncher,
     TerminateAll,
 )
-from dadt.launch.agent.host_job import HostJob
+from dadt.launch.agent.host_job import MOST_PATIENCE, HostJob
 from dadt.launch.agent.launcher_contact import FIRST_SECONDS, LauncherContact
 from dadt.launch.agent.other_hosts import OtherHosts
 from dadt.launch.agent.registry import Line, Saying
@@ -151,9 +151,9 @@ def test_ctrl_c_reaches_those_that_train_at_a_step_and_the_others_at_once(world:
 
 
 def test_a_process_that_listens_no_more_gets_the_signal_itself() -> None:
-    world = OneHost(checkpoint={"number": 10, "grace": 40.0, "alone": True, "island": 1})
+    world = OneHost(checkpoint={"number": 10, "grace": 40.0, "alone": True, "island": 1, "saves": 0})
     world.hear(4, "claim")
-    world.host.unsent(4, Frame("save", {"patience": 0.0}))
+    world.host.unsent(4, Frame("save", {"patience": 0.0, "count": 0}))
     world.host.unsent(4, Frame("interrupt", {"patience": 2.0}))
     world.host.unsent(4, Frame("death", {"text": "rank 5 has ended"}))
     world.host.hung_up(5)
@@ -174,7 +174,7 @@ def test_only_one_process_trains_as_a_rank(world: OneHost) -> None:
 
 
 def test_a_preempted_host_saves_and_names_who_cannot() -> None:
-    world = OneHost(checkpoint={"number": 10, "grace": 40.0, "alone": True, "island": 1})
+    world = OneHost(checkpoint={"number": 10, "grace": 40.0, "alone": True, "island": 1, "saves": 0})
     world.hear(4, "claim")
     world.host.told_to_end({15}, world.now)
     world.take()
@@ -182,7 +182,7 @@ def test_a_preempted_host_saves_and_names_who_cannot() -> None:
     (find,) = (each for each in world.actions if isinstance(each, FindHandlers))
     world.host.save(find, living=[4, 5], heedless=[5])
     world.take()
-    assert world.answers(4)[-1] == Frame("save", {"patience": 0.0})
+    assert world.answers(4)[-1] == Frame("save", {"patience": 0.0, "count": 0})
     assert world.told("unheeded") == [Frame("unheeded", {"number": 10, "ranks": [5], "handled": False})]
     assert not any(isinstance(each, SignalProcess) for each in world.actions)
     world.later(39.0)
@@ -193,10 +193,10 @@ def test_a_preempted_host_saves_and_names_who_cannot() -> None:
 
 @pytest.mark.parametrize(("trains", "heedless"), [((4,), ()), ((4, 5), (5,)), ((4, 5), ())])
 def test_in_an_island_all_save_or_none(trains: Sequence[int], heedless: Sequence[int]) -> None:
-    world = OneHost(checkpoint={"number": 10, "grace": 40.0, "alone": False, "island": 2})
+    world = OneHost(checkpoint={"number": 10, "grace": 40.0, "alone": False, "island": 2, "saves": 0})
     for rank in trains:
         world.hear(rank, "claim")
-    world.order("signal", number=10)
+    world.order("signal", number=10, saves=1)
     (find,) = (each for each in world.actions if isinstance(each, FindHandlers))
     world.host.save(find, living=[4, 5], heedless=heedless)
     world.take()
@@ -206,6 +206,26 @@ def test_in_an_island_all_save_or_none(trains: Sequence[int], heedless: Sequence
     unheeded = [each.header for each in world.told("unheeded")]
     left_out = [{"number": 10, "ranks": sorted({4, 5} - set(heedless)), "handled": True}] if not asked else []
     assert unheeded == [{"number": 10, "ranks": [rank], "handled": False} for rank in heedless] + left_out
+
+
+def test_all_ranks_count_the_orders_to_save_as_the_launcher_does() -> None:
+    world = OneHost(checkpoint={"number": 10, "grace": 40.0, "alone": False, "island": 2, "saves": 3})
+    world.hear(4, "claim")
+    assert world.answers(4)[-1]["saves"] == 3
+    for count in (4, 5):
+        world.order("signal", number=10, saves=count)
+        *_, find = (each for each in world.actions if isinstance(each, FindHandlers))
+        world.host.save(find, living=[4, 5], heedless=[])
+        world.take()
+        # Of the first order nobody has heard: rank 4 was left out, as the other rank of its island did not train.
+        if count == 4:
+            world.hear(5, "claim")
+            assert world.answers(5)[-1]["saves"] == 4
+    told = [[frame for frame in world.answers(rank) if frame.kind == "save"] for rank in (4, 5)]
+    assert told == [[Frame("save", {"patience": MOST_PATIENCE, "count": 5})]] * 2
+    world.order("preempt")
+    *_, find = (each for each in world.actions if isinstance(each, FindHandlers))
+    assert find.saves == 6
 
 
 def test_a_rank_waits_for_the_file_that_the_first_one_writes(world: OneHost) -> None:

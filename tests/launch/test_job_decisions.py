@@ -52,6 +52,15 @@ def test_what_is_told_to_end_while_it_fails_is_not_started_again(who: str) -> No
     assert outcome.failure is not None and outcome.told_to_end == (who == "dadt run")
 
 
+def test_checkpoint_signals_are_counted_for_all_hosts() -> None:
+    world = DecidedJob(2, checkpoint_signal="USR1")
+    for number in (10, 12, 10):
+        world.job.signal({number}, world.now)
+        world.later()
+    assert [(frame["number"], frame.get("saves")) for frame in world.sent("signal")] == [(10, 1), (12, None), (10, 2)]
+    assert world.job.saves == 2, "what a host is told that joins now"
+
+
 def test_the_others_train_on_where_enough_are_left() -> None:
     world = DecidedJob(3, min_np=2)
     world.train(1)

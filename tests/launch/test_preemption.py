@@ -149,7 +149,7 @@ def test_what_was_told_before_training_begins_is_not_forgotten() -> None:
     try:
         checkpoint = CheckpointSignal()
         checkpoint.begin(signal.SIGUSR1, 0)
-        checkpoint.hear(0.2)
+        checkpoint.hear(0.2, 1)
         checkpoint.begin(signal.SIGUSR1, 1)  # `dadt.init` has begun before
         await_that(lambda: told, "the signal")
         checkpoint.agree([1, 0])

@@ -226,6 +226,14 @@ class Invariants:
         if agent.process.runs and (silent or now - agent.lost > ends):
             raise Broken(f"rank {worker.rank} trains on without the launcher")
 
+    def saves(self, worker: Worker) -> None:
+        """A rank saves: it was asked to, as often as the user has asked."""
+        decided, hosts = self._job.launcher.job, [agent.host for agent in self._job.agents]
+        preempted = any(host is not None and host.stop is not None for host in hosts)
+        asked = (decided.saves if decided is not None else 0) + preempted
+        if worker.saves_raised > asked:
+            raise Broken(f"rank {worker.rank} saves for the signal {worker.saves_raised}, of {asked} that were sent")
+
     def check_state(self, peer: Mapping[str, Any]) -> None:
         """What a rank is told of another one, which it may tell the user, is true of the world."""
         job, now = self._job, self._job.world.now

@@ -320,7 +320,7 @@ class Launcher:
                 facts = look(self._plan, JOB, node)
                 self._send(node, Frame("look", {**facts, "index": place, "hosts": len(self.nodes)}))
             case StartWorkers(node, place):
-                self._send(node, order_to_join(self._placed, place))
+                self._send(node, order_to_join(self._placed, place, self.job.saves))
             case GiveUpHost(node):
                 self._hang_up(node)
             case DismissHosts(nodes):

@@ -59,6 +59,8 @@ class Worker:
         self.preempted = self.apart = self.interrupted = False
         self.saves_heard = self.saves_raised = self.interrupts_heard = 0
         self._saves_done = self.saves_agreed = self._saves_due = self.interrupts_due = 0
+        self._signalled = False
+        """Whether the script got the signal from its agent, not from DADT, and has not saved for it."""
         self._searches = 0
         """How many steps are being found that all ranks of islands have yet to complete."""
         self._searched: list[Wait] = []
@@ -124,8 +126,8 @@ class Worker:
                 self.process.after(patience, lambda: self._interrupt_late(patience))
         elif frame.kind == "save":
             patience = frame["patience"] if self.peers.together else 0.0
-            self.saves_heard += 1
-            count = self.saves_heard
+            count = frame["count"] if patience else self.saves_raised + 1
+            self.saves_heard = max(self.saves_heard, frame["count"])
             if self.island.is_apart and patience:
                 self._find_step(f"signal 10, {count}", patience, lambda step: self._saves_at(step, count))
             self.process.after(patience, lambda: self._save_late(count))
@@ -200,8 +202,7 @@ class Worker:
         if number != self.agent.job.checkpoint_signal or not self.handles:
             self.die(-number)
         else:
-            self.saves_heard += 1
-            self.saves_raised = self.saves_heard
+            self._signalled = True
 
     def _terminate(self) -> None:
         if self.script.on_terminate == "end":
@@ -287,9 +288,7 @@ class Worker:
         elif self.config.resume:
             yield from self._replay()
         claimed = yield from self.ask("claim")
-        early = self.saves_raised
-        self.saves_heard = self._saves_done = self.saves_agreed = claimed["saves"]
-        self.saves_raised = self._saves_done + early
+        self.saves_heard = self.saves_raised = self._saves_done = self.saves_agreed = claimed["saves"]
         if not self.peers.deaths.listening:
             self.report("listen")
             self.peers.deaths.listening = True
@@ -317,8 +316,9 @@ class Worker:
             yield from self.training.evaluate()
             if self.step >= self._saves_due:
                 self.saves_raised = max(self.saves_raised, self.saves_agreed)
-            if self.saves_raised > self._saves_done:
-                self._saves_done = self.saves_raised
+            if self.saves_raised > self._saves_done or self._signalled:
+                self.agent.job.invariants.saves(self)
+                self._saves_done, self._signalled = self.saves_raised, False
                 yield from self.island.gather("saving")
                 yield self.sleep(script.save_seconds)
                 if script.ends_when_saved:

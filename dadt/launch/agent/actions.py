@@ -75,8 +75,9 @@ class FindHandlers(NamedTuple):
 
     processes: Mapping[int, Process]
     number: int
-    together: bool
-    """Whether the ranks of all hosts save a checkpoint, instead of only those of this host."""
+    saves: int
+    """Number of times, with this one, that the ranks of all hosts were asked to save a checkpoint; 0 if only those of
+    this host are."""
 
 
 class GatherStacks(NamedTuple):

@@ -61,11 +61,14 @@ class HostJob:
         self._stays = job.get("stays", False)
         self._checkpoint: Mapping[str, Any] | None = job.get("checkpoint")
         """How scripts save when this host is preempted: `number` of the signal that asks them to save, `grace` (seconds
-        that saving may take), `alone` (whether workers of other hosts continue training and do not save), and `island`
-        (how many ranks an island has; 1 without islands). None if scripts cannot save."""
+        that saving may take), `alone` (whether workers of other hosts continue training and do not save), `island` (how
+        many ranks an island has; 1 without islands), and `saves` (how often all ranks were asked to save before). None
+        if scripts cannot save."""
         self._preempted = False
+        self._saves: int = self._checkpoint["saves"] if self._checkpoint else 0
+        """Number of times that all ranks of the job were asked to save."""
         secret, number = bytes.fromhex(job["secret"]), self._checkpoint["number"] if self._checkpoint else 0
-        self.registry = WorkerRegistry(folder, self.ranks, secret, number, self.outbox)
+        self.registry = WorkerRegistry(folder, self.ranks, secret, number, self._saves, self.outbox)
         self._shims = Shims(self.ranks if job["adopt"] else (), job["adopt"], self.outbox, now)
         self.workers: dict[int, Running] = {}
         self.stop: Stop | None = None
@@ -218,10 +221,10 @@ class HostJob:
         able = set(living) - set(heedless)
         able -= (early := self._early(able, living))
         patience = 0.0
-        if action.together:
+        if action.saves:
             patience = min(self._checkpoint["grace"] / 4, MOST_PATIENCE) if self._preempted else MOST_PATIENCE
         # The ranks in `asked` raise the signal themselves, all after the same step.
-        asked = self.registry.tell_to_save(able, patience)
+        asked = self.registry.tell_to_save(able, patience, action.saves)
         for rank in able - asked:
             self.outbox.put(SignalProcess(action.processes[rank], action.number))
         for ranks, handled in ((heedless, False), (early, True)):
@@ -279,23 +282,23 @@ class HostJob:
             return
         self._preempted = True
         self.registry.tell(Frame("preempted"))
-        self._save(together=together)
+        self._save(self._saves + 1 if together else 0)  # the launcher, too, asks a host that it preempts only once
         grace = self._checkpoint["grace"]
         self._begin_stop(Frame("stop", {"natural": grace, "grace": grace}), now)
 
-    def _save(self, *, together: bool) -> None:
+    def _save(self, count: int) -> None:
         assert self._checkpoint is not None
+        self._saves = max(self._saves, count)
         processes = {rank: self.training(rank) for rank in self.workers}
-        self.outbox.put(FindHandlers(processes, self._checkpoint["number"], together))
+        self.outbox.put(FindHandlers(processes, self._checkpoint["number"], count))
 
     def _signal(self, order: Frame, now: float) -> None:
-        number = order["number"]
-        if "rank" not in order.header and self._checkpoint is not None and self._checkpoint["number"] == number:
-            self._save(together=True)
+        if "saves" in order.header and self._checkpoint is not None:
+            self._save(order["saves"])
             return
         for rank in self.workers:
             if order.get("rank", rank) == rank:
-                self.outbox.put(SignalGroup(rank, number))
+                self.outbox.put(SignalGroup(rank, order["number"]))
 
     def _start_anew(self, order: Frame, now: float) -> None:
         if order["rank"] in self.ranks and self.stop is None:

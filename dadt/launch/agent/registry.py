@@ -68,17 +68,24 @@ class WorkerRegistry:
     with the number of the worker's connection."""
 
     def __init__(
-        self, folder: Path, ranks: Mapping[int, int], secret: bytes, checkpoint_signal: int, outbox: AgentOutbox
+        self,
+        folder: Path,
+        ranks: Mapping[int, int],
+        secret: bytes,
+        checkpoint_signal: int,
+        saves: int,
+        outbox: AgentOutbox,
     ) -> None:
         """folder: folder of the job on this host. ranks: local rank of each rank on this host. secret: the secret by
         which the job's workers prove to each other that they belong to the job. checkpoint_signal: number of the signal
-        that asks scripts to save; 0: none."""
+        that asks scripts to save; 0: none. saves: number of
+        times that this signal has been sent to all ranks."""
         self._folder = folder
         self._ranks = ranks
         self._secret = secret
         self._checkpoint_signal = checkpoint_signal
         self._outbox = outbox
-        self._told_to_save = 0
+        self._told_to_save = saves
         """Number of times that all ranks of the job have been asked to save a checkpoint together."""
         self.lines: dict[int, Line] = {}
         self.claims: dict[int, Process] = {}
@@ -153,11 +160,12 @@ class WorkerRegistry:
         else:
             self._outbox.put(NoteWritten(frame["rank"], frame["size"], frame["path"]))
 
-    def tell_to_save(self, ranks: Collection[int], patience: float) -> set[int]:
-        """Ask the processes that train as these ranks to save. Returns the ranks that were asked, which excludes those
-        that do not receive reports."""
-        self._told_to_save += patience > 0
-        return self.tell_training(ranks, Frame("save", {"patience": patience}))
+    def tell_to_save(self, ranks: Collection[int], patience: float, count: int) -> set[int]:
+        """Ask the processes that train as these ranks to save. count: number of times that all ranks of the job have
+        been asked, with this one. Returns the ranks that were asked, which excludes those that do not receive
+        reports."""
+        self._told_to_save = max(self._told_to_save, count)
+        return self.tell_training(ranks, Frame("save", {"patience": patience, "count": count}))
 
     def tell_training(self, ranks: Collection[int], frame: Frame) -> set[int]:
         """Send a frame to the processes that train as these ranks and that receive reports. Returns the ranks to which

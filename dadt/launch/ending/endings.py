@@ -47,6 +47,8 @@ class Endings:
     _patience: float
     """Seconds for which ranks wait for a rank that cannot continue."""
     _outbox: Outbox
+    saves: int = 0
+    """Number of checkpoint signals (--checkpoint-signal) that were sent to the workers."""
     _leaving: set[Node] = field(default_factory=set)
     """Nodes whose agents received SIGTERM from something other than the launcher. Their workers save a checkpoint and
     end."""
@@ -61,7 +63,9 @@ class Endings:
         """Handle signals that `dadt run` received. SIGINT, SIGTERM and SIGHUP end the job, at first with time for its
         workers to end, and at once when repeated. All other signals are sent to the workers."""
         for number in caught - ENDING_SIGNALS:
-            self._outbox.send_all(Frame("signal", {"number": number}))
+            counted = number == of_checkpoint(self._config)
+            self.saves += counted
+            self._outbox.send_all(Frame("signal", {"number": number} | ({"saves": self.saves} if counted else {})))
         if number := min(caught & ENDING_SIGNALS, default=0):
             if number == SIGTERM and of_checkpoint(self._config) and not self._outcome.signal:
                 preemption = Preemption(f"dadt run was told to end ({signal_name(number)})")

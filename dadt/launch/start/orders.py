@@ -51,13 +51,16 @@ def orders(where: Placed) -> Iterator[Frame]:
         yield _order(where, mine, node, env, writers, beats=beats)
 
 
-def order_to_join(where: Placed, place: int) -> Frame:
+def order_to_join(where: Placed, place: int, saves: int) -> Frame:
     """Return the order to start workers for the agent of a host that has taken the place of a lost one in the running
-    job. It does not say which rank writes files in a shared folder, as its workers learn this when they join."""
+    job. It does not say which rank writes files in a shared folder, as its workers learn this when they join. saves:
+    number of checkpoint signals that the job's workers were sent before."""
     slots = [slot for slot in where.slots if slot.cross_rank == place]
     if size := slots[0].island_size:  # the island's ranks meet at an address of the new host
         where = replace(where, torch=worlds(where.slots, where.nodes, size))
-    return _order(where, slots, where.nodes[place], _common(where), {}, beats=heartbeats(where), joins=True)
+    return _order(
+        where, slots, where.nodes[place], _common(where), {}, beats=heartbeats(where), joins=True, saves=saves
+    )
 
 
 def _common(where: Placed) -> dict[str, str]:
@@ -75,10 +78,11 @@ def _order(
     *,
     beats: bool,
     joins: bool = False,
+    saves: int = 0,
 ) -> Frame:
     """Return the frame that orders one agent to start its workers. env: variables that all workers of the job get.
     writers: for each rank in a shared working folder, the rank that writes files there. beats: whether the hosts send
-    each other heartbeats. joins: whether the workers join a running job."""
+    each other heartbeats. joins: whether the workers join a running job. saves: see `order_to_join`."""
     told = where.config.pass_local_rank or any("rank}" in part for part in where.plan.command)
     workers = [
         {
@@ -108,7 +112,8 @@ def _order(
         # `alone` says whether the ranks of other hosts can continue training without this host.
         island = slots[0].island_size or 1
         alone = 0 < where.config.min_np * island <= len(where.slots) - len(slots)
-        header["checkpoint"] = {"number": number, "grace": where.config.grace, "alone": alone, "island": island}
+        facts = {"number": number, "grace": where.config.grace, "alone": alone, "island": island, "saves": saves}
+        header["checkpoint"] = facts
     if beats:
         own = {"index": slots[0].cross_rank, "address": node.address, "timeout": where.config.heartbeat_timeout}
         header |= {"heartbeat": own}
