@@ -25,6 +25,9 @@ from dadt.launch.start.startup import Voice
 T = TypeVar("T")
 EXPLAIN_SECONDS = 2.0
 """Seconds to wait for an agent's exit, which explains why its connection was closed."""
+FURTHER_SECONDS = 0.1
+"""The same for further agents that are found to be lost then: together they must not keep the launcher from those that
+are left."""
 
 
 class Agents:
@@ -46,6 +49,8 @@ class Agents:
         self._launcher = launcher
         self._see = see
         self._events: deque[tuple[Node, Frame]] = deque()
+        self._losses: list[tuple[Node, Frame]] = []
+        """Agents that were lost and are not in `_events` yet."""
         started = launcher.launch(list(hosts))  # launch() may raise, so no descriptors are opened before it
         self._selector = selectors.DefaultSelector()
         self._waker, self._wake = socket.socketpair()
@@ -84,6 +89,13 @@ class Agents:
             self._flush(node)
         for node, why in self._contact.silent(time.monotonic()):
             self._lose(node, why, 0.0)
+        known = 0
+        while known < len(self._losses):  # others may have sent frames, or ended, while `_lose` waited
+            known = len(self._losses)
+            for key, _ in self._selector.select(0.0):
+                key.data()
+        self._events += self._losses
+        self._losses.clear()
         while self._events:  # if the caller stops early, the next call yields the remaining frames
             node, frame = self._events.popleft()
             self._see(node.name, frame)
@@ -180,7 +192,7 @@ class Agents:
                 self._unwatch(channel)
                 channel.hang_up()
         for node in self.nodes:
-            self._finish(node, max(0.0, deadline - time.monotonic()))
+            self._disconnect(node, max(0.0, deadline - time.monotonic()))
         self._launcher.close()
         for future in self._futures.values():
             _discard(future)
@@ -218,7 +230,7 @@ class Agents:
             if node.done:
                 self._finish(node, EXPLAIN_SECONDS)
             else:
-                self._lose(node, "the connection was closed", EXPLAIN_SECONDS)
+                self._lose(node, "the connection was closed", FURTHER_SECONDS if self._losses else EXPLAIN_SECONDS)
             return
         except DadtError as error:
             self._lose(node, str(error), 0.0)
@@ -243,10 +255,13 @@ class Agents:
         told = self._finish(node, seconds)
         # With `seconds` 0 the launcher itself kills the agent, so the way in which the agent ended does not explain the
         # loss.
-        self._events.append((node, Frame("lost", {"message": told or why if seconds else why, "time": at})))
+        self._losses.append((node, Frame("lost", {"message": told or why if seconds else why, "time": at})))
 
     def _finish(self, node: Node, seconds: float) -> str:
         node.ended = True
+        return self._disconnect(node, seconds)
+
+    def _disconnect(self, node: Node, seconds: float) -> str:
         if (channel := self._channels.pop(node, None)) is None:
             return ""
         self._unwatch(channel)

@@ -26,7 +26,7 @@ from dadt.launch.members.node import Node
 from dadt.launch.members.proposals import Proposals
 from dadt.launch.members.rendezvous import Rendezvous
 from dadt.launch.members.silence import Silences
-from dadt.launch.members.stalls import Stalls
+from dadt.launch.members.stalls import Stalls, patience
 from dadt.launch.monitor.watch import Watch
 
 TURN_SECONDS = 0.5
@@ -68,13 +68,12 @@ class Job:
         members = rendezvous.members
         self.watch = watch = Watch(members, outbox, now, begin)
         self._silences = silences = Silences(nodes, slots, rendezvous, outbox, config.verbose)
-        patience = min(config.timeout, config.stall_warning) if config.on_stall == "abort" else config.timeout
-        self._cause = cause = Cause(slots, members, logs, min(patience, config.start_timeout), silences.blame)
+        self._cause = cause = Cause(slots, members, logs, min(patience(config), config.start_timeout), silences.blame)
         self._termination = Termination(outbox, watch, outcome, config.grace, now)
         self._joining = Joining(config, nodes, slots, members, candidates, outbox) if candidates is not None else None
-        facts = (rendezvous, cause, nodes, watch, silences, patience, self._joining, outbox)
+        facts = (rendezvous, cause, nodes, watch, silences, patience(config), self._joining, outbox)
         self._membership = membership = Membership(config, slots, *facts)
-        parts = (rendezvous, cause, self._termination, membership, self._joining, outcome, patience, outbox)
+        parts = (rendezvous, cause, self._termination, membership, self._joining, outcome, patience(config), outbox)
         self._endings = endings = Endings(config, nodes, slots, *parts)
         self._stalls = stalls = Stalls(config, rendezvous, logs, outbox)
         results, proposals = Results(outcome, members, outbox), Proposals(rendezvous, outbox)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 READ_SECONDS = 0.0005
 """What comes within this time is looked at in one turn."""
+NO_TIMEOUT = float("inf")
 PORT = 4000
 """The first port of heartbeats."""
 BOOT_SECONDS = 100.0
@@ -66,7 +67,7 @@ class Agent:
         """All processes of workers that were started here."""
         self.host: HostJob | None = None
         """What the agent decides; None before the order to start workers has come."""
-        self._contact, self._heartbeat = LauncherContact(world.now), AgentHeartbeat(self, PORT)
+        self._contact, self._heartbeat = LauncherContact(world.now), AgentHeartbeat(self, PORT, NO_TIMEOUT)
         self._pulse: dict[int, tuple[int, float]] = {}
         """The memory that workers share with their agent: for each rank its step, and when it was written."""
         self._lines: dict[int, tuple[Worker, Answer | None]] = {}
@@ -139,7 +140,9 @@ class Agent:
         self.process.after(self.world.spread(0.1), lambda: self._send(answer))
 
     def _start(self, job: Frame) -> None:
-        self._heartbeat = AgentHeartbeat(self, PORT + len(self.job.every_agent))  # not one of those before it
+        own = job.get("heartbeat", {"timeout": NO_TIMEOUT})
+        port = PORT + len(self.job.every_agent)  # not one of those before it
+        self._heartbeat = AgentHeartbeat(self, port, own["timeout"])
         if self.lacks == "disk":  # Agent._serve
             self._send(Frame("unstarted", {"message": "/tmp/dadt/job: cannot be written (No space left on device)"}))
             self._send(Frame("end", {"stuck": [], "signal": 0}))

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 class AgentHeartbeat:
     """What one host hears of the others."""
 
-    def __init__(self, agent: Agent, port: int) -> None:
-        """port: where it sends and receives heartbeats."""
+    def __init__(self, agent: Agent, port: int, timeout: float) -> None:
+        """port: where it sends and receives heartbeats. timeout: seconds after which another host is silent."""
         self._agent, self.port = agent, port
-        self._others = OtherHosts(agent.index, agent.job.config.heartbeat_timeout)
+        self._others = OtherHosts(agent.index, timeout)
         self._mail: set[tuple[str, int]] = set()
         """From where heartbeats have come while this agent was stopped."""
 

@@ -26,6 +26,7 @@ from dadt.launch.actions import (
     TimeReached,
     WriteJournal,
 )
+from dadt.launch.agents import FURTHER_SECONDS
 from dadt.launch.contact import Contact
 from dadt.launch.ending.outcome import Outcome, end_early
 from dadt.launch.ending.signals import ENDING_SIGNALS
@@ -86,6 +87,8 @@ class Launcher:
         self.said: list[tuple[float, str, str]] = []
         """Time, level and text of each line that the user reads in this attempt."""
         self._events: list[Event] = []
+        self._losses: list[tuple[Node, Frame]] = []
+        """Agents that are gone and are not in `_events` yet."""
         self._alarm = Alarm(self.process, self._turn)
         self._open_ends: set[Node] = set()
         """Nodes whose agents have not closed their connections."""
@@ -183,16 +186,27 @@ class Launcher:
         if node.done and not why:
             node.ended = True
         else:
-            self._lose(node, why or "the connection was closed", self._simulated.starter.explains_in())
+            seconds = FURTHER_SECONDS if self._losses else self._simulated.starter.explains_in()
+            self._lose(node, why or "the connection was closed", seconds)
 
     def _lose(self, node: Node, why: str, seconds: float = 0.0) -> None:
         """seconds: how long the launcher waits to learn why the agent is gone."""
         node.ended = True
         self.down[node].close()
-        self._put(node, Frame("lost", {"message": why, "time": self.world.now}))
+        self.lost_at[node] = self.world.now
+        self._losses.append((node, Frame("lost", {"message": why, "time": self.world.now})))
         if seconds:
             self.stop()
             self.world.after(seconds, self.go_on)
+        else:
+            self._tell_losses()
+
+    def _tell_losses(self) -> None:
+        """What has come while the launcher waited to learn why agents are gone is read first."""
+        if self.process.runs:
+            losses, self._losses = self._losses, []
+            for loss in losses:
+                self._put(*loss)
 
     def hang_up(self, why: str) -> None:
         """All connections that are left are closed on this side."""
@@ -238,7 +252,7 @@ class Launcher:
 
     def _put(self, node: Node, frame: Frame) -> None:
         if frame.kind == "lost":
-            self.lost_at[node] = self.world.now
+            self.lost_at.setdefault(node, self.world.now)
         self._events.append(Event(node, frame, self.world.now))
         self._alarm.set(READ_SECONDS)
 
@@ -366,8 +380,6 @@ class Launcher:
     # The end -------------------------------------------------------------------------------------------------------
 
     def _judge(self, job: Job) -> None:
-        for node in self.nodes:
-            node.ended = True
         try:
             self._end(job.judge(self.world.now, [], []), None, at_once=job.overdue)
         except DadtError as error:
@@ -421,6 +433,7 @@ class Launcher:
         if self.process.stops == 1:
             self.end_by += self.world.now - self._runs_until  # what agents have told meanwhile is read first
         self.process.go_on()
+        self._tell_losses()
         self._alarm.set(0.0)
 
     @property

@@ -50,7 +50,7 @@ class OutcomeInvariants:
                 and launcher.exit_code != (ending.code if ending.code > 0 else 128 - ending.code)
             ):
                 raise Broken(f"it ended with exit code {launcher.exit_code}, and not that of its cause: {ending}")
-        if launcher.end_by < float("inf") and not launcher.exit_code:
+        if launcher.end_by < float("inf") and not launcher.exit_code and not self._all_end_well(launcher):
             raise Broken("it has told its workers to stop, and ended well")
         if launcher.exit_code and self._enough_are_left:
             raise Broken("enough ranks were left to train on, and it has failed")
@@ -68,6 +68,13 @@ class OutcomeInvariants:
                 raise Broken(f"nothing was wrong, and the user was warned: {warnings[0]}")
         elif not self._job.config.min_np and self._fatal and not by_user:
             raise Broken(f"it ended well, though {self._fatal[0].text}")
+
+    def _all_end_well(self, launcher: Launcher) -> bool:
+        """Whether all ranks that were not lost have ended with code 0, as where they come to their end just as they are
+        given up."""
+        lost = {loss.rank for loss in launcher.job.watch.losses} if launcher.job is not None else set()
+        workers = [worker for agent in self._job.agents for worker in agent.workers.values()]
+        return all(worker.code == 0 for worker in workers if worker.rank not in lost)
 
     @property
     def _fatal(self) -> list[Struck]:

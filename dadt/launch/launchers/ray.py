@@ -117,7 +117,7 @@ class RayLauncher(ConnectBackLauncher):
         self._admit(name, SocketChannel(connection, partial(self._explain, self._started[name])))
 
     def _explain(self, started: Started, seconds: float) -> str:
-        if seconds and not self._config.min_np:
+        if seconds > QUIET_SECONDS and not self._config.min_np:
             seconds = max(seconds, DEATH_SHARE * self._config.orphan_timeout)
         if wait([started.end], min(seconds, QUIET_SECONDS)).not_done and seconds > QUIET_SECONDS:
             most = seconds - QUIET_SECONDS

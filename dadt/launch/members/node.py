@@ -56,8 +56,9 @@ class Node:
 
     @property
     def failed(self) -> bool:
-        """Whether the host cannot run workers any more, because its agent was lost or asked to end."""
-        return self.told or (self.ended and not self.done)
+        """Once an attempt is over: whether the next one should not use this host at once, because its agent was lost or
+        asked to end, or has not ended its workers."""
+        return self.told or self.works or (self.ended and not self.done)
 
     def busy_until(self, orphan_timeout: float) -> float:
         """Time (time.monotonic) until which workers may run on the host; 0 if none can run any more. An agent that has

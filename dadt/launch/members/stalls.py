@@ -16,6 +16,11 @@ OWN_INQUIRY = 0
 """Number of the launcher's own requests for stack traces. Requests of other `dadt` commands are numbered from 1."""
 
 
+def patience(config: Config) -> float:
+    """Return the seconds for which ranks wait for a rank that cannot continue."""
+    return min(config.timeout, config.stall_warning) if config.on_stall == "abort" else config.timeout
+
+
 class Stalls:
     """Finds ranks that have waited too long for an answer of the launcher, in one attempt of the job. Ranks that wait
     for each other directly report this themselves."""

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from dadt.config import Config
+from dadt.config.check import LEAST_TIMEOUT
 from dadt.config.executor import mpi_executor
 from dadt.control import shared_folder
 from dadt.control.frame import Frame
@@ -15,6 +17,7 @@ from dadt.launch.ending.signals import of_checkpoint
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.members.node import Node
 from dadt.launch.members.replacement import replaces
+from dadt.launch.members.stalls import patience
 from dadt.launch.start import environment, plan, standard_input
 from dadt.launch.start.placement import Placed
 from dadt.launch.start.plan import Plan
@@ -115,7 +118,7 @@ def _order(
         facts = {"number": number, "grace": where.config.grace, "alone": alone, "island": island, "saves": saves}
         header["checkpoint"] = facts
     if beats:
-        own = {"index": slots[0].cross_rank, "address": node.address, "timeout": where.config.heartbeat_timeout}
+        own = {"index": slots[0].cross_rank, "address": node.address, "timeout": _heartbeat_timeout(where.config)}
         header |= {"heartbeat": own}
     return Frame("job", header, where.plan.blob)
 
@@ -124,6 +127,12 @@ def heartbeats(where: Placed) -> bool:
     """Return whether the hosts send each other heartbeats. Hosts that are all the same machine do not."""
     apart = len(where.nodes) > 1 and all(node.address != SAME_MACHINE for node in where.nodes)
     return apart and where.config.heartbeat_timeout > 0
+
+
+def _heartbeat_timeout(config: Config) -> float:
+    """Return the seconds after which a host counts as silent: so few that this is known by the time that ranks give up
+    waiting for what does not come through."""
+    return min(config.heartbeat_timeout, max(LEAST_TIMEOUT, patience(config) / 2))
 
 
 def command_of(where: Placed, slot: Slot) -> list[str]:
