@@ -17,7 +17,7 @@ from dadt.launch.members.islands import with_islands
 from dadt.launch.members.replacement import replaces
 from simulation.data_invariants import check_shares
 from simulation.door import SRUN
-from simulation.fault import SOON_SECONDS, Struck
+from simulation.fault import FOR_GOOD, SOON_SECONDS, Struck
 from simulation.outcome_invariants import OutcomeInvariants
 from simulation.worker_snapshots import WRITE_SECONDS
 from simulation.world import EPOCH, Broken
@@ -92,7 +92,9 @@ class Invariants:
             waited += writing + script.steps * max(0.0, writing - 0.5 * script.step_seconds)
         # ranks that had begun to wait for another one have not told so yet, and count as silent since then
         told = PATIENCE + 1.5 * script.step_seconds
-        waited += max((struck.at - each.at for each in self.struck if 0.0 < struck.at - each.at <= told), default=0.0)
+        before = [each for each in self.struck if each.at < struck.at]
+        before = [each for each in before if struck.at <= told + (each.at if each.until == FOR_GOOD else each.until)]
+        waited += max((min(told, struck.at - each.at) for each in before), default=0.0)
         # who has not come yet is waited for since the start
         if min(at - patience, struck.at) - self._job.begun < 2 * script.start_seconds:
             waited += 2 * script.start_seconds
