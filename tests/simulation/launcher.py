@@ -259,8 +259,8 @@ class Launcher:
     # What is done about it -----------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        if not self.process.alive or not self.nodes:
-            return
+        if self._losses or not self.process.alive or not self.nodes:
+            return  # it turns again once the losses are told
         if self.ended_at is not None:
             self._close()
             return

@@ -67,6 +67,8 @@ class Member:
         """Note why the rank makes no steps, according to the kernel; empty if no reason is known."""
         if self.held and condition not in HELD:
             self.went_on = now
+        elif condition in HELD and not self.held and self.waiting.is_owed:
+            self.waiting.acted = now  # until now it did what it had to: wait for the launcher's answer
         self.condition = condition
 
     def waits(self, now: float) -> bool:

@@ -53,11 +53,16 @@ class Waiting:
         return answer
 
     @property
+    def is_owed(self) -> bool:
+        """Whether the launcher owes the rank an answer, for which other ranks have yet to do their part."""
+        return self._open > 0
+
+    @property
     def is_starting(self) -> bool:
         """Whether the rank waits for the launcher's answer at its first connection with the other ranks."""
-        return self._open > 0 and self.starts
+        return self.is_owed and self.starts
 
     def lasts(self, seen: float, now: float) -> bool:
         """Return whether the rank waits for other ranks. seen: time (time.monotonic) of its last step."""
         recent = now - self.asked < ASKED_SECONDS
-        return self._open > 0 or (recent and self.asked > seen and self.asked >= self.acted)
+        return self.is_owed or (recent and self.asked > seen and self.asked >= self.acted)
