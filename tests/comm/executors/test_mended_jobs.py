@@ -28,13 +28,17 @@ CUTTER = """
 
         def run(self):
             random_one = random.Random(1)
-            count = len(connections())
             while not self.enough.is_set():
                 before = connections()
-                cut = random_one.choice(sorted(before))
-                with socket.socket(fileno=os.dup(before[cut])) as one:
-                    one.shutdown(socket.SHUT_RDWR)
-                await_that(lambda: cut not in connections() and len(connections()) == count, "new connections")
+                cut, descriptor = random_one.choice(sorted(before.items()))
+                try:
+                    with socket.socket(fileno=os.dup(descriptor)) as one:
+                        if (one.getsockname()[:2], one.getpeername()[:2]) != cut:
+                            continue  # it has been closed meanwhile, and another one has its descriptor
+                        one.shutdown(socket.SHUT_RDWR)
+                except OSError:  # it has been closed meanwhile
+                    continue
+                await_that(lambda: cut not in connections() and len(connections()) >= len(before), "new connections")
                 self.replaced += 1
 
         def end(self):
