@@ -105,7 +105,7 @@ std::vector<Case> cases() {
   }
   return all;
 }
-INSTANTIATE_TEST_SUITE_P(All, ShmExchange, testing::ValuesIn(cases()));
+INSTANTIATE_TEST_SUITE_P(All, ShmExchange, testing::ValuesIn(thinned(cases())));
 
 // An allgather: one piece for all. In place or not, and among three long enough to be written past the cache.
 TEST(Exchange, WhatSeveralGetIsSentOnce) {

@@ -15,6 +15,16 @@
 
 namespace dadt {
 
+// A third of the cases under ThreadSanitizer: what threads do to each other does not depend on their values.
+template <class Case>
+std::vector<Case> thinned(std::vector<Case> cases) {
+#ifdef __SANITIZE_THREAD__
+  size_t number = 0;
+  std::erase_if(cases, [&](const Case&) { return number++ % 3 != 0; });
+#endif
+  return cases;
+}
+
 // Runs body(rank) on one thread per rank, and rethrows the first failure of the lowest rank.
 inline void spawn(int world_size, const std::function<void(int)>& body) {
   std::vector<std::exception_ptr> errors(world_size);

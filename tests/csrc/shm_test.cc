@@ -96,7 +96,7 @@ std::vector<Case> cases() {
   }
   return all;
 }
-INSTANTIATE_TEST_SUITE_P(All, ShmAllreduce, testing::ValuesIn(cases()));
+INSTANTIATE_TEST_SUITE_P(All, ShmAllreduce, testing::ValuesIn(thinned(cases())));
 
 template <typename T>
 void check_dtype(DType dtype, T one, T three, T two) {

@@ -115,7 +115,7 @@ std::vector<Case> cases() {
   }
   return all;
 }
-INSTANTIATE_TEST_SUITE_P(All, TcpAllreduce, testing::ValuesIn(cases()));
+INSTANTIATE_TEST_SUITE_P(All, TcpAllreduce, testing::ValuesIn(thinned(cases())));
 
 TEST(TcpParts, AreEqualWhereNothingIsKnownAndWhereItDoesNotPay) {
   Parts parts(4);
@@ -340,8 +340,8 @@ TEST(TcpWays, APrimeNumberOfRanksHasGroupsOfOne) {
 }
 
 TEST(TcpGroups, GiveTheBitsOfOneWhateverTheReductionAndWhoeverTakesPart) {
-  const std::vector<std::vector<double>> kWeights = {{1, 1, 1, 1}, {0, 2, 0, 1}, {0, 0, 3, 0},
-                                                     {1, 0, 0, 0}, {0, 0, 0, 0}, {0.3, 1, 0, 0}};
+  const auto kWeights = thinned<std::vector<double>>(
+      {{1, 1, 1, 1}, {0, 2, 0, 1}, {0, 0, 0, 0}, {0.3, 1, 0, 0}, {1, 0, 0, 0}, {0, 0, 3, 0}});
   for (Reduction reduction : {Reduction::kMean, Reduction::kSum, Reduction::kMin, Reduction::kProduct}) {
     for (const auto& weights : kWeights) {
       const auto executors = over_tcp(4);
