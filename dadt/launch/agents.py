@@ -192,7 +192,7 @@ class Agents:
                 self._unwatch(channel)
                 channel.hang_up()
         for node in self.nodes:
-            self._disconnect(node, max(0.0, deadline - time.monotonic()))
+            node.ended |= bool(self._disconnect(node, max(0.0, deadline - time.monotonic())))
         self._launcher.close()
         for future in self._futures.values():
             _discard(future)
@@ -262,6 +262,7 @@ class Agents:
         return self._disconnect(node, seconds)
 
     def _disconnect(self, node: Node, seconds: float) -> str:
+        """Return how the agent has ended (see Channel.end)."""
         if (channel := self._channels.pop(node, None)) is None:
             return ""
         self._unwatch(channel)

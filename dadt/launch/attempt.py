@@ -78,10 +78,10 @@ class Attempt:
             return outcome
         finally:
             self._voice.meanwhile(lambda: None)
+            self._agents.close(HANG_UP_SECONDS)
             for node in [node for node in self._agents.nodes if node.failed]:
                 busy_until = node.busy_until(self._plan.config.orphan_timeout)
                 self._candidates.failed(node.host, time.monotonic(), busy_until)
-            self._agents.close(HANG_UP_SECONDS)
             sweep(self._mark)
 
     def _place(self) -> Placed:

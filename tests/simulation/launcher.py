@@ -387,9 +387,6 @@ class Launcher:
 
     def _end(self, outcome: Outcome | None, error: DadtError | None, *, at_once: bool = False) -> None:
         """The rest of Attempt.run: hang up, and wait until the agents are gone."""
-        for node in [node for node in self.nodes if node.failed]:
-            busy_until = node.busy_until(self._simulated.config.orphan_timeout)
-            self._run.discovery.candidates.failed(node.host, self.world.now, busy_until)
         self.outcome, self.error, self.ended_at = outcome, error, self.world.now
         shown = self.error or (self.outcome.failure.lines()[:3] if self.outcome and self.outcome.failure else "ends")
         self.world.note("launcher", f"{shown}, exit code {self.exit_code}")
@@ -408,6 +405,11 @@ class Launcher:
             return
         if self._simulated.hosts == 1:
             self._simulated.machines[0].die()  # LocalChannel.end kills it, and `sweep` its workers
+        for node in self.nodes:
+            node.ended |= node in self._open_ends
+            if node.failed:
+                busy_until = node.busy_until(self._simulated.config.orphan_timeout)
+                self._run.discovery.candidates.failed(node.host, self.world.now, busy_until)
         self._run.attempt_over(self.outcome, self.error)
 
     def die(self) -> None:

@@ -57,7 +57,7 @@ class Node:
     @property
     def failed(self) -> bool:
         """Once an attempt is over: whether the next one should not use this host at once, because its agent was lost or
-        asked to end, or has not ended its workers."""
+        asked to end, has not ended its workers, or has not ended in time itself."""
         return self.told or self.works or (self.ended and not self.done)
 
     def busy_until(self, orphan_timeout: float) -> float:
