@@ -80,7 +80,7 @@ class Membership:
         """Whether each rank trains at its own speed without waiting for the others, as with the algorithm `gossip`."""
         self.exits = EarlyExits(self._rendezvous, apart=self._apart)
         self._replacements = Replacements(self._outbox, self._silences.hear) if replaces(self._config) else None
-        self._handovers = Handovers(self._outbox, self.kill, self._patience, self.island_size or 1)
+        self._handovers = Handovers(self._outbox, self._overdue.__setitem__, self._patience, self.island_size or 1)
 
     def can_lose(self, ranks: Collection[int]) -> bool:
         """Return whether training could continue without these ranks and those that cannot train without them."""
@@ -198,7 +198,7 @@ class Membership:
         claimed = partial(islands.that_join, self._rendezvous.members, self._slots)
         come = claimed if self._apart else self._handovers.come
         if member.lost and (self._told_to_end or not awaited):
-            self.kill(member.rank, now)  # the other ranks continued without this worker
+            self._overdue[member.rank] = now  # the other ranks continued without this worker
         elif member.lost and (ranks := come(member.rank)):
             joining = [self._rendezvous.members[rank] for rank in ranks]
             why = f"{' and '.join(each.placed for each in joining)} {'join' if len(joining) > 1 else 'joins'}"
@@ -232,10 +232,6 @@ class Membership:
         """Kill the process of a lost rank unless it exits within EXIT_SECONDS."""
         self._overdue[rank] = now + EXIT_SECONDS
 
-    def kill(self, rank: int, now: float) -> None:
-        """Have the process of a lost rank killed at the next `turn`."""
-        self._overdue[rank] = now
-
     def turn(self, goes_on: bool, now: float) -> None:
         """Remove ranks that are silent, gone or cut off, answer requests, and kill processes of lost ranks, whichever
         is due. Call regularly. goes_on: whether the job is not being ended."""
@@ -246,8 +242,10 @@ class Membership:
             self._give_up_silent(now)
             self._connect_anew(now)
         ends = not (self._least and goes_on)
-        for rank, request in [each for each in self._requests.items() if ends or now >= each[1].deadline]:
-            del self._requests[rank]
+        due = [rank for rank, request in self._requests.items() if ends or now >= request.deadline]
+        if due and not ends:  # of a host that is cut off something may have come late, so that it does not count as silent
+            self._give_up_cut_off(self._here, now - self._patience, now)
+        for request in [self._requests.pop(rank) for rank in due if rank in self._requests]:
             request.answer(False, self._obstacle(now) or request.obstacle, now)
         if goes_on and not self._told_to_end:
             self._look_after_lost(now)
