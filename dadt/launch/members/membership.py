@@ -243,7 +243,7 @@ class Membership:
             self._connect_anew(now)
         ends = not (self._least and goes_on)
         due = [rank for rank, request in self._requests.items() if ends or now >= request.deadline]
-        if due and not ends:  # of a host that is cut off something may have come late, so that it does not count as silent
+        if due and not ends:  # something of a host that is cut off may have come late, so that it was not silent
             self._give_up_cut_off(self._here, now - self._patience, now)
         for request in [self._requests.pop(rank) for rank in due if rank in self._requests]:
             request.answer(False, self._obstacle(now) or request.obstacle, now)
