@@ -163,7 +163,7 @@ print("ends at", step, float(model[0].weight.double().sum()))
 """
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["tcp", "hierarchical"])
 def test_a_host_that_is_back_comes_to_where_the_others_are(hosts, start, tmp_path, executor: str) -> None:
     """Under pipe its script is made again."""

@@ -46,7 +46,8 @@ dist.barrier()
 """
 
 
-@pytest.mark.parametrize(("victim", "again"), [(3, -1), pytest.param(0, 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "again"), [(3, -1), (0, 1)])
 @pytest.mark.timeout(400)
 def test_a_new_island_takes_the_place_of_a_lost_one(start, victim: int, again: int) -> None:
     options = ["-np", "4", "--island", "2", "--min-np", "1", "--algorithm", "gossip"]

@@ -88,6 +88,7 @@ def test_the_file_is_for_this_user_alone_and_goes_with_the_job(start: Start, tmp
     assert sorted(each.name for each in tmp_path.iterdir() if "meet" in each.name) == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("left", ["nobody", "another"])
 def test_a_file_that_a_dead_job_left_is_not_taken_for_a_new_one(start: Start, tmp_path: Path, left: str) -> None:
     """Nobody listens at its port any more, or another program does."""

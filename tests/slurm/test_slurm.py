@@ -189,6 +189,7 @@ def test_srun_in_front_of_dadt_run_is_told(cluster: Cluster, tmp_path: Path) -> 
     assert "dadt: srun has started dadt run 2 times: call it once, without srun" in done.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_job_on_all_nodes(cluster: Cluster, tmp_path: Path, number: int) -> None:
     process, workers = begin(cluster, tmp_path)

@@ -45,6 +45,7 @@ def sums(victims: list[int], ranks: list[int], steps: int) -> set[float]:
     return {mean * taken + more for taken in range(8, steps) for more in sums(rest, left, steps - taken)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("victims", "streams", "options"),
     [

@@ -16,7 +16,7 @@ from dadt.config import Config
 from dadt.errors import ConfigError
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("step", "executor"), [(0, "shm"), (5, "gloo"), (9, "shm"), (10, "gloo"), (11, "shm"), (40, "gloo"), (41, "shm")]
