@@ -100,7 +100,7 @@ class Termination:
         """Handle the loss of a host that was not asked to end, and whose agent was heard last at `heard`. If others
         were asked to just before, or later than that, the loss is the reason."""
         preemption, told = self._outcome.preemption, self._told
-        if preemption is not None and (heard < told or now < told + LOSS_SECONDS):
+        if preemption is not None and (heard <= told or now < told + LOSS_SECONDS):
             self._outcome.preemption = replace(preemption, follows=preemption.host)
 
     def _hurry(self, who: str, now: float) -> None:
