@@ -138,6 +138,10 @@ class TcpExecutor(Executor):
         are needed, or if the missing bytes are no longer known."""
     def give_up(self, rank: int) -> None:
         """Count the rank as lost: its connections are not replaced."""
+    @property
+    def group(self) -> int:
+        """Number of ranks in a group, by which large averages go; it divides the number of ranks, and is that number
+        where all go in one group."""
     def counts(self) -> list[LinkCounts]:
         """Return the kernel's counts for the data connections with each rank, by rank. They are read at most five times
         a second, while operations run."""

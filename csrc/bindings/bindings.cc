@@ -198,6 +198,7 @@ void bind_executors(py::module_& module) {
   py::class_<TcpExecutor, Executor, std::shared_ptr<TcpExecutor>>(module, "TcpExecutor")
       .def(py::init<int, std::vector<std::vector<int>>, double>(), "rank"_a, "sockets"_a, "silence"_a = 0.0)
       .def("counts", &TcpExecutor::counts, Unlocked())
+      .def_property_readonly("group", [](TcpExecutor& tcp) { return tcp.ways().settled(); })
       .def(
           "await_break", [](TcpExecutor& tcp) { return tcp.links()->await_break(); }, Unlocked())
       .def("detach", &detach, "rank"_a, Unlocked())

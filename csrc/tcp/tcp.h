@@ -27,7 +27,7 @@ class TcpExecutor final : public Executor {
   // Returns the kernel's counts for the connections with each rank; see Links::counts.
   std::vector<LinkCounts> counts() const { return links_->counts(); }
   const std::shared_ptr<Links>& links() const { return links_; }
-  // Decides how large operations go; for the engine's thread, and for tests.
+  // Decides how large operations go; for the engine's thread, except for what any thread may call.
   Ways& ways() { return ways_; }
 
  private:

@@ -52,11 +52,13 @@ void Ways::try_next(int below) {
   const bool pays = best_cost_ * 8 < of_one_group_ * 7;
   pause_ = pays ? 0 : std::clamp(pause_ * 2, kPause, kLongestPause);
   change(pays ? best_ : world_size_);
+  settled_ = group_;
 }
 
 void Ways::judge_one_group(uint64_t cost) {
   of_one_group_ = cost;
   slow_ = expected_ > 0 && cost * 2 > expected_ * 3 ? slow_ + 1 : 0;
+  if (since_ > kSlowInTurn && slow_ == 0) settled_ = world_size_;
   if (slow_ < kSlowInTurn || since_ < pause_) return;
   best_cost_ = kHighestCost;
   try_next(world_size_);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -17,11 +18,14 @@ namespace dadt {
 // ranks' own links explain.
 class Ways {
  public:
-  explicit Ways(int world_size) : world_size_(world_size), group_(world_size), ended_group_(world_size) {}
+  explicit Ways(int world_size)
+      : world_size_(world_size), group_(world_size), settled_(world_size), ended_group_(world_size) {}
 
   // Returns the number of ranks in a group in the next large operation, which divides the number of all
   // ranks.
   int group() const { return group_; }
+  // Returns the number that was chosen last, also while others are on trial. Any thread may call this.
+  int settled() const { return settled_.load(std::memory_order_relaxed); }
 
   // Returns how long the last large operation took this rank, for its next header: nanoseconds per MiB; 0 if
   // that was told already.
@@ -40,6 +44,7 @@ class Ways {
 
   const int world_size_;
   int group_;
+  std::atomic<int> settled_;
   bool tries_ = false;  // whether this number is on trial
   int ended_group_;     // these three fields describe the last operation
   uint64_t cost_ = 0, expected_ = 0;

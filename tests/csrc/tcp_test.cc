@@ -304,6 +304,7 @@ TEST(TcpWays, GroupsAreTriedWhereOneTakesLongerThanTheLinksExplainAndTheBestAreK
   judge(ways, 100, {200, 200});
   for (const auto& [group, cost] : {std::pair{6, 190}, {4, 180}, {3, 176}, {2, 250}, {1, 180}}) {
     EXPECT_EQ(ways.group(), group);
+    EXPECT_EQ(ways.settled(), 12);
     judge(ways, 100, {static_cast<uint64_t>(cost)});
   }
   EXPECT_EQ(ways.group(), 12) << "they gain too little";
@@ -313,12 +314,15 @@ TEST(TcpWays, GroupsAreTriedWhereOneTakesLongerThanTheLinksExplainAndTheBestAreK
   EXPECT_EQ(ways.group(), 6);
   judge(ways, 100, {190, 110, 120, 250, 180});
   EXPECT_EQ(ways.group(), 4);
+  EXPECT_EQ(ways.settled(), 4);
   judge(ways, 100, std::vector<uint64_t>(1023, 300));
   EXPECT_EQ(ways.group(), 4);
   judge(ways, 100, {110});
   EXPECT_EQ(ways.group(), 12) << "it may be quicker by now";
+  EXPECT_EQ(ways.settled(), 4);
   judge(ways, 100, std::vector<uint64_t>(500, 140));
   EXPECT_EQ(ways.group(), 12);
+  EXPECT_EQ(ways.settled(), 12);
 }
 
 TEST(TcpWays, AnOperationThatBeganBeforeTheGroupsChangedTellsNothing) {

@@ -13,10 +13,14 @@ from harness.patience import PATIENCE
 from benchmarks.many_hosts import Averages
 
 RUN = f"""
-import json, sys
+import functools, json, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
+from benchmarks import many_hosts
 from benchmarks.many_hosts import Scene, averages
+from dadt.comm.executors.meet import Within
+many_hosts.Config = functools.partial(many_hosts.Config, verbose=1)
+Within.say = lambda self, text: print(text, file=sys.stderr, flush=True)
 print(json.dumps(averages(Scene({{}}), {{}}, {{}})))
 """
 """In a process of its own, which forks a rank for each host."""
@@ -24,11 +28,12 @@ print(json.dumps(averages(Scene({{}}), {{}}, {{}})))
 
 @pytest.fixture
 def averages(network_possible: None, tmp_path: Path):
-    def measure(scene: str, contenders: list[str], rounds: int) -> list[Averages]:
+    def measure(scene: str, contenders: list[str], rounds: int, said: str = "") -> list[Averages]:
         (tmp_path / "run.py").write_text(RUN.format(scene, contenders, rounds))
         command = [forkserver.python(), "run.py"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
         assert done.returncode == 0, done.stderr
+        assert said in done.stderr
         return [Averages(*json.loads(done.stdout)[name]) for name in contenders]
 
     return measure
@@ -48,3 +53,12 @@ def test_many_hosts_do_not_overflow_the_queue_before_a_link(averages) -> None:
     tcp, gloo = averages("8, 100, size=2_000_000", ["tcp", "gloo"], 6)
     # The shortest times, since other tests run. Where queues overflow, tcp takes 1.3 to 2 times as long as the ring.
     assert min(tcp.seconds[2:]) < 1.2 * min(gloo.seconds), (tcp, gloo)
+
+
+@pytest.mark.slow
+def test_hosts_behind_a_thin_link_average_in_groups_and_say_so(averages) -> None:
+    (found,) = averages(
+        "4, 100, uplink=50, size=10_000_000", ["tcp"], 10, "averages of 1 MiB and more go in groups of 2"
+    )
+    # What lies between the two racks carries all values once each way, and not twice.
+    assert max(found.seconds[5:]) < 0.7 * min(found.seconds[:3]), found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
 
@@ -15,7 +15,7 @@ from dadt.comm.executors import sockets
 from dadt.comm.executors.base import Connection, P2PWork, renumbered
 from dadt.comm.executors.meet import Meet, attend
 from dadt.comm.executors.point_to_point import CoreMessages
-from dadt.comm.link_totals import LinkTotals, by_host
+from dadt.comm.link_totals import Links, LinkTotals, by_host
 from dadt.config import Config
 from dadt.config.link import pace_of
 from dadt.control.pacing import pace
@@ -59,6 +59,9 @@ def _connect(meet: Meet, world: World, ranks: Sequence[int], config: Config) -> 
     mailbox = _core.TcpMailbox(executor)
     mail, links = CoreMessages(mailbox), by_host([executor, mailbox], _stands(connected.addresses, own, ranks))
 
+    if config.verbose and own == 0:
+        links = _telling_groups(links, executor, size, meet.say)
+
     def close() -> bool:
         ended = mail.close()
         standing = executor.release()
@@ -67,6 +70,21 @@ def _connect(meet: Meet, world: World, ranks: Sequence[int], config: Config) -> 
         return ended
 
     return Connection(_core.Engine(executor, own, size, config.timeout), mail, close, links=links)
+
+
+def _telling_groups(links: Links, executor: _core.TcpExecutor, size: int, say: Callable[[str], None]) -> Links:
+    """Return `links` as a function that also tells the user when averages begin to go in other groups of ranks."""
+    told = size
+
+    def read() -> Mapping[int, LinkTotals]:
+        nonlocal told
+        if (group := executor.group) != told:
+            told = group
+            way = f"in groups of {group} ranks: what lies between the groups is slower than the ranks' own links"
+            say(f"averages of 1 MiB and more go {way if group < size else 'in one group of all ranks again'}")
+        return links()
+
+    return read
 
 
 def _clear(meet: Meet, links: Mapping[int, _core.KeptLink], generation: int, seconds: float) -> None:
