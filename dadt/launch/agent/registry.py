@@ -78,8 +78,7 @@ class WorkerRegistry:
     ) -> None:
         """folder: folder of the job on this host. ranks: local rank of each rank on this host. secret: the secret by
         which the job's workers prove to each other that they belong to the job. checkpoint_signal: number of the signal
-        that asks scripts to save; 0: none. saves: number of
-        times that this signal has been sent to all ranks."""
+        that asks scripts to save; 0: none. saves: number of times that this signal has been sent to all ranks."""
         self._folder = folder
         self._ranks = ranks
         self._secret = secret
