@@ -91,7 +91,7 @@ def save(number, frame):
     global told
     told = True
 if rank == "1":  # it hears of it some steps after the others
-    heard.hear = lambda patience, hear=heard.hear: threading.Timer(0.5, hear, [patience]).start()
+    heard.hear = lambda *order, hear=heard.hear: threading.Timer(0.5, hear, order).start()
 signal.signal(signal.SIGUSR1, save)
 """
 SAVE_AND_END = """

@@ -8,7 +8,6 @@ from typing import Any
 from dadt.launch.agent.host_job import HostJob
 from dadt.launch.agent.launcher_contact import LauncherContact
 from dadt.launch.agent.other_hosts import OtherHosts
-from dadt.launch.agent.registry import WorkerRegistry
 from dadt.launch.agent.shims import Shims
 from dadt.launch.agent.stop import Stop
 from dadt.launch.contact import Contact
@@ -103,10 +102,6 @@ def mute(self: OtherHosts, host: Any, now: float) -> Any:
     return None if found is not None and found.kind == "heard" else found
 
 
-def forgetful(self: WorkerRegistry, saying: Any) -> None:
-    saying.line.listens = True
-
-
 hear, lose, give, ending, heard = (
     Contact.hear,
     Membership.lose,
@@ -160,7 +155,6 @@ JOB_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "a signal for one rank reaches all of its host": (HostJob, "_signal", to_all),
     "each worker that ends was stopped": (HostJob, "ended", stopped),
     "no new worker is started on a host": (HostJob, "_start_anew", nothing),
-    "who begins to listen does not hear who trains": (WorkerRegistry, "_listen", forgetful),
     "a shim that is killed has not ended": (HostJob, "hung_up", lambda self, line: self.registry.hung_up(line)),
     "a job that ends waits for shims that have not come": (Shims, "dismiss", nothing),
     "an agent that was told to end is no cause": (Cause, "tell_to_end", nothing),

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from simulation.job import SimulatedJob
     from simulation.launcher import Launcher
 
+HEARD_SECONDS = 2.0
+"""Seconds after the start of the workers in which all hosts have heard each other."""
 NOT_TOLD = "its agent has not told"
 NAMED_HOST = re.compile(r"(?:^| on )host(\d+)(?=: | has ended)")
 
@@ -102,6 +104,15 @@ class OutcomeInvariants:
     def _blamable_hosts(self) -> set[int]:
         return self._known.guilty_hosts(self._job.launcher.ended_at or self._job.world.now)
 
+    @property
+    def _is_way_cut(self) -> bool:
+        """Whether nothing is wrong but that two hosts that had heard each other do not any more."""
+        cut, *others = self._known.struck
+        ends = self._job.launcher.ended_at or self._job.world.now
+        of_two = cut.tries == "ranks" and len(cut.hosts) == 2 and cut.hosts == cut.near
+        heard = cut.at > self._job.begun + HEARD_SECONDS
+        return of_two and heard and cut.until > ends and not others and not self._job.config.min_np
+
     def _names_guilty(self, text: str) -> bool:
         """Whether what a rank says that has waited for others names one of those for whom it was in vain."""
         ranks = {int(each) for each in re.findall(r"rank (\d+)", text)}
@@ -132,6 +143,8 @@ class OutcomeInvariants:
         if rank in {loss.rank for loss in decided.watch.losses if loss.replaced is None}:
             raise Broken(f"it blames rank {rank}, without which the others have trained on: {told}")
         waited = failure.record is not None and failure.record.secondary
+        if waited and failure.blame is None and self._is_way_cut:
+            raise Broken(f"it does not tell of the way between two hosts that has failed: {told}")
         library = failure.record is not None and failure.record.message == LIBRARY
         if library and (self._blamable_hosts or not self._job.config.min_np):
             return  # its words know no more, and without --min-np the launcher is not asked
