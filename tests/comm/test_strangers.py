@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import socket
@@ -14,6 +15,7 @@ CALLER = "import socket, sys; line = socket.create_connection(('127.0.0.1', int(
 
 
 def test_a_process_of_another_job_is_named_and_one_of_this_job_is_not() -> None:
+    gc.collect()  # tests before this one may have left connections of this process with itself
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         callers = [

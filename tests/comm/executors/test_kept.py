@@ -85,8 +85,11 @@ def each(ranks: Sequence[Rank], call: Callable[[Rank], None]) -> None:
 
 def inodes() -> set[int]:
     """The inodes of all TCP sockets of this process that are connected."""
-    found = psutil.Process().net_connections("tcp")
-    return {os.fstat(one.fd).st_ino for one in found if one.status == psutil.CONN_ESTABLISHED}
+    found = set()
+    for one in psutil.Process().net_connections("tcp"):
+        with suppress(OSError):  # it may have been closed in the meantime
+            found |= {os.fstat(one.fd).st_ino} if one.status == psutil.CONN_ESTABLISHED else set()
+    return found
 
 
 def regrouped(
@@ -114,6 +117,8 @@ def regrouped(
         each(second, Rank.use)
     kept = len(old & inodes())
     each(second, lambda rank: rank.group.close())
+    for rank in ranks.values():
+        rank.kept.end()
     return kept, board
 
 
