@@ -292,10 +292,11 @@ class Membership:
             self._moved = now
         if now - self._moved < SAID_SECONDS:  # ranks may be waiting without having reported this yet
             return
-        if silent and all(member.acted < since for member in silent):
-            self._give_up(silent, now)
-        elif not silent:
-            self._give_up_cut_off(here, since, now)
+        if all(member.acted < since for member in silent):
+            # In islands a rank is not seen to wait for others of its island, which may wait for a host that is cut off.
+            cut = (not silent or self.island_size) and self._give_up_cut_off(here, since, now)
+            if silent and not cut:
+                self._give_up(silent, now)
 
     def _give_up(self, silent: Sequence[Member], now: float) -> None:
         """Remove these ranks from the job, because they were silent for `_patience` seconds."""
@@ -316,10 +317,11 @@ class Membership:
         self._answer_all(False, why, now)
         self._rendezvous.refuse(Frame("error", {"type": "PeerLost", "message": why[: schema.TEXT]}), now)
 
-    def _give_up_cut_off(self, here: Sequence[Member], since: float, now: float) -> None:
+    def _give_up_cut_off(self, here: Sequence[Member], since: float, now: float) -> bool:
         places = {self._slots[member.rank].cross_rank for member in here}
         if (cut := self._silences.cut_off(places, since, now)) is not None:
             self._lose_awaited([each.rank for each in here if self._slots[each.rank].cross_rank == cut[0]], cut[1], now)
+        return cut is not None
 
     def _cut(self, now: float) -> str:
         """Return a text about a known outage of the network between hosts; empty if there is none."""
