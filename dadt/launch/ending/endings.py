@@ -155,10 +155,9 @@ class Endings:
         why = f"rank {member.rank} ({member.place}) failed with {record.brief}"
         # All ranks raise a Mismatch, and before the first step all ranks are likely to raise the same error. In both
         # cases training without this rank would not help the others.
-        follows = record.secondary and self._membership.island_size > 0
-        alike = not member.joined and ((member.step <= 0 and not follows) or record.type == "Mismatch")
+        alike = not member.joined and (member.step <= 0 or record.type == "Mismatch")
         goes_on = not alike and self._termination.goes_on
-        if goes_on and follows and self._membership.can_lose([member.rank]):
+        if goes_on and record.secondary and self._membership.island_size and self._membership.can_lose([member.rank]):
             # Another rank of the same island has caused this failure and will end, and its end will show the reason.
             self._membership.expect_end(member.rank, now)
         elif goes_on and self._membership.lose([member.rank], why, now):
