@@ -66,7 +66,7 @@ class HostJob:
         if scripts cannot save."""
         self._preempted = False
         self._saves: int = self._checkpoint["saves"] if self._checkpoint else 0
-        """Number of times that all ranks of the job were asked to save."""
+        """Number of orders to save that the launcher has given to all ranks."""
         secret, number = bytes.fromhex(job["secret"]), self._checkpoint["number"] if self._checkpoint else 0
         self.registry = WorkerRegistry(folder, self.ranks, secret, number, self._saves, self.outbox)
         self._shims = Shims(self.ranks if job["adopt"] else (), job["adopt"], self.outbox, now)

@@ -85,7 +85,8 @@ class WorkerRegistry:
         self._checkpoint_signal = checkpoint_signal
         self._outbox = outbox
         self._told_to_save = saves
-        """Number of times that all ranks of the job have been asked to save a checkpoint together."""
+        """Number of the latest order to save, to all ranks of the job, that workers were told of. A process that begins
+        to train between an order and this is told of the order like the others."""
         self.lines: dict[int, Line] = {}
         self.claims: dict[int, Process] = {}
         """For each rank, the process that has claimed to train as this rank."""

@@ -21,10 +21,12 @@ from dadt.launch.hosts.slot import Slot
 from dadt.launch.members.islands import with_islands
 from dadt.launch.members.joining import Joining
 from dadt.launch.members.member import Member
-from dadt.launch.members.membership import EXIT_SECONDS, Membership
+from dadt.launch.members.membership import Membership
 from dadt.launch.members.node import Node
 from dadt.launch.members.rendezvous import Rendezvous
 
+EXIT_SECONDS = 1.0
+"""Seconds that a worker may take to exit after it has reported an uncaught exception."""
 PRIMARY_SECONDS = 1.0
 """If a rank's failure was caused by another rank's failure, seconds to wait for a report of that other failure before
 the job is ended."""
@@ -159,9 +161,9 @@ class Endings:
         goes_on = not alike and self._termination.goes_on
         if goes_on and record.secondary and self._membership.island_size and self._membership.can_lose([member.rank]):
             # Another rank of the same island has caused this failure and will end, and its end will show the reason.
-            self._membership.expect_end(member.rank, now)
+            self._membership.kill(member.rank, now + EXIT_SECONDS)
         elif goes_on and self._membership.lose([member.rank], why, now):
-            self._membership.expect_end(member.rank, now)
+            self._membership.kill(member.rank, now + EXIT_SECONDS)
         elif not member.lost:
             self._termination.fail_by(EXIT_SECONDS, now, lets_leave=record.secondary)
 

@@ -31,8 +31,6 @@ from dadt.launch.members.silence import Silences
 from dadt.launch.members.waits import SAID_SECONDS
 from dadt.launch.monitor.watch import Watch
 
-EXIT_SECONDS = 1.0
-"""Seconds that a worker may take to exit after it has reported an uncaught exception."""
 EXPLAIN_SECONDS = 1.0
 """Seconds that may pass between a failed connection and the report that its other rank has ended."""
 TRIALS = 3
@@ -80,7 +78,7 @@ class Membership:
         """Whether each rank trains at its own speed without waiting for the others, as with the algorithm `gossip`."""
         self.exits = EarlyExits(self._rendezvous, apart=self._apart)
         self._replacements = Replacements(self._outbox, self._silences.hear) if replaces(self._config) else None
-        self._handovers = Handovers(self._outbox, self._overdue.__setitem__, self._patience, self.island_size or 1)
+        self._handovers = Handovers(self._outbox, self.kill, self._patience, self.island_size or 1)
 
     def can_lose(self, ranks: Collection[int]) -> bool:
         """Return whether training could continue without these ranks and those that cannot train without them."""
@@ -198,7 +196,7 @@ class Membership:
         claimed = partial(islands.that_join, self._rendezvous.members, self._slots)
         come = claimed if self._apart else self._handovers.come
         if member.lost and (self._told_to_end or not awaited):
-            self._overdue[member.rank] = now  # the other ranks continued without this worker
+            self.kill(member.rank, now)  # the other ranks continued without this worker
         elif member.lost and (ranks := come(member.rank)):
             joining = [self._rendezvous.members[rank] for rank in ranks]
             why = f"{' and '.join(each.placed for each in joining)} {'join' if len(joining) > 1 else 'joins'}"
@@ -228,9 +226,9 @@ class Membership:
         self._handovers.begin_anew()
         self._answer_all(True, "", now)
 
-    def expect_end(self, rank: int, now: float) -> None:
-        """Kill the process of a lost rank unless it exits within EXIT_SECONDS."""
-        self._overdue[rank] = now + EXIT_SECONDS
+    def kill(self, rank: int, at: float) -> None:
+        """Have the process of a lost rank killed at this time (time.monotonic), unless it ends before."""
+        self._overdue[rank] = at
 
     def turn(self, goes_on: bool, now: float) -> None:
         """Remove ranks that are silent, gone or cut off, answer requests, and kill processes of lost ranks, whichever
