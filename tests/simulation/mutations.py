@@ -8,6 +8,7 @@ from typing import Any
 from dadt.launch.agent.host_job import HostJob
 from dadt.launch.agent.launcher_contact import LauncherContact
 from dadt.launch.agent.other_hosts import OtherHosts
+from dadt.launch.agent.registry import WorkerRegistry
 from dadt.launch.agent.shims import Shims
 from dadt.launch.agent.stop import Stop
 from dadt.launch.contact import Contact
@@ -102,6 +103,11 @@ def mute(self: OtherHosts, host: Any, now: float) -> Any:
     return None if found is not None and found.kind == "heard" else found
 
 
+def miscounted(self: WorkerRegistry, ranks: Any, patience: float, count: int) -> set[int]:
+    return tell_to_save(self, ranks, patience, count + 1)
+
+
+tell_to_save = WorkerRegistry.tell_to_save
 hear, lose, give, ending, heard = (
     Contact.hear,
     Membership.lose,
@@ -155,6 +161,7 @@ JOB_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "a signal for one rank reaches all of its host": (HostJob, "_signal", to_all),
     "each worker that ends was stopped": (HostJob, "ended", stopped),
     "no new worker is started on a host": (HostJob, "_start_anew", nothing),
+    "orders to save have other numbers than the launcher has given them": (WorkerRegistry, "tell_to_save", miscounted),
     "a shim that is killed has not ended": (HostJob, "hung_up", lambda self, line: self.registry.hung_up(line)),
     "a job that ends waits for shims that have not come": (Shims, "dismiss", nothing),
     "an agent that was told to end is no cause": (Cause, "tell_to_end", nothing),
