@@ -155,9 +155,11 @@ class Endings:
         member = self._rendezvous.members[frame["rank"]]
         self._membership.failed(member, record.type)
         why = f"rank {member.rank} ({member.place}) failed with {record.brief}"
-        # All ranks raise a Mismatch, and before the first step all ranks are likely to raise the same error. In both
-        # cases training without this rank would not help the others.
-        alike = not member.joined and (member.step <= 0 or record.type == "Mismatch")
+        # All ranks raise a Mismatch, and before the first step all ranks are likely to raise the same error, except for
+        # one that tells of the end of another rank of the same island. In both cases training without this rank would
+        # not help the others.
+        of_island = self._membership.island_size > 0 and record.tells_of_peer
+        alike = not member.joined and (record.type == "Mismatch" or (member.step <= 0 and not of_island))
         goes_on = not alike and self._termination.goes_on
         if goes_on and record.secondary and self._membership.island_size and self._membership.can_lose([member.rank]):
             # Another rank of the same island has caused this failure and will end, and its end will show the reason.
@@ -178,7 +180,7 @@ class Endings:
         record = self._cause.end(ending)
         member, present = self._rendezvous.members[ending.rank], self._rendezvous.present
         trains = member.claimed and not member.finished
-        what = f"rank {member.rank} ({member.place}) {ending.text} after {steps_text(ending.step)}"
+        what = self._text(ending)
         member.ended = True
         self._outbox.put(EndOutput(member.rank))
         member.sign(ending.text, now)
@@ -214,14 +216,24 @@ class Endings:
         """Remove islands of which a rank has failed because of another one, named by that other rank if it is known to
         have left."""
         for rank, (until, what) in list(self._follows.items()):
-            exits = self._membership.exits.left
-            left = next((exits[each] for each in with_islands([rank], self._slots) if each in exits), "")
+            left = self._early_exit_of_island(rank)
             if self._rendezvous.members[rank].lost or not self._termination.goes_on:
                 del self._follows[rank]
             elif left or now >= until:
                 del self._follows[rank]
                 if not self._membership.lose([rank], left or what, now):
                     self._termination.fail_by(PRIMARY_SECONDS, now, lets_leave=True)
+
+    def _early_exit_of_island(self, rank: int) -> str:
+        """Return a text about the first rank of this rank's island that has exited with code 0; empty if none has."""
+        known = (self._cause.endings.get(each) for each in with_islands([rank], self._slots))
+        left = [ending for ending in known if ending is not None and ending.code == 0 and not ending.stopped]
+        first = min(left, key=lambda ending: ending.time, default=None)
+        return f"{self._text(first)}, while others went on" if first is not None else ""
+
+    def _text(self, ending: Ending) -> str:
+        member = self._rendezvous.members[ending.rank]
+        return f"rank {member.rank} ({member.place}) {ending.text} after {steps_text(ending.step)}"
 
     def _ended_early(self, member: Member, why: str, steps: int) -> None:
         self._cause.leave(member.rank)
