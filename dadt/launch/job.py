@@ -64,7 +64,7 @@ class Job:
         self._nodes = nodes
         self._slots = slots
         self._outcome = outcome = Outcome(seconds=0.0)
-        self._rendezvous = rendezvous = Rendezvous([slot.host for slot in slots], outbox, now)
+        self._rendezvous = rendezvous = Rendezvous([slot.host for slot in slots], outbox, now, slots[0].island_size)
         members = rendezvous.members
         self.watch = watch = Watch(members, outbox, now, begin)
         self._silences = silences = Silences(nodes, slots, rendezvous, outbox, config.verbose)

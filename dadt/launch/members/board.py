@@ -3,7 +3,7 @@ wait for keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 from dadt.control.frame import Frame
@@ -107,14 +107,13 @@ class Board:
                 found.append((group, self._present.get(group, set()) | {want.rank for want in wants}))
         return found
 
-    def settle(self, ended: Iterable[int], refuse: Callable[[str, set[int], str], Frame], now: float) -> None:
+    def settle(self, ended: Set[int], refuse: Callable[[str, set[int], str], Frame], now: float) -> None:
         """Refuse requests whose keys cannot arrive any more because a rank has ended, and those whose deadline has
         passed. ended: ranks that have ended. refuse: returns the answer; called with the missing key, the ranks that
         have stored or requested a value in the key's group, and a text about the problem."""
-        gone = set(ended)
         for key, wants in list(self._wants.items()):
             present = self._present.get(_group(key), set()) | {want.rank for want in wants}
-            lost = gone - present
+            lost = ended - present
             left = []
             for want in wants:
                 if lost:

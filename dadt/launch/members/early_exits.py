@@ -10,10 +10,12 @@ from dadt.launch.members.rendezvous import Rendezvous
 class EarlyExits:
     """Ranks that exited with code 0 while other ranks still trained. These go on without them once they need them."""
 
-    def __init__(self, rendezvous: Rendezvous, *, apart: bool) -> None:
-        """apart: whether each rank trains at its own speed without waiting for the others, as with `gossip`."""
+    def __init__(self, rendezvous: Rendezvous, *, apart: bool, island_size: int) -> None:
+        """apart: whether each rank trains at its own speed without waiting for the others, as with `gossip`.
+        island_size: ranks of an island, each of which meets those of its own position in the others; 0 without."""
         self._rendezvous = rendezvous
         self._apart = apart
+        self._positions = island_size or 1
         self.left: dict[int, str] = {}
         """For each rank, until it is missed, a text that says how it exited."""
         self._over = -1
@@ -49,16 +51,14 @@ class EarlyExits:
     def take_missed(self, asking: Collection[int], now: float) -> Mapping[int, str]:
         """Return the ranks that are missed now, each with a text that says how it exited, and forget them: others wait
         for them or, with gossip, connect anew and still train. asking: ranks that ask to connect anew."""
-        if not self.left:
-            return {}
         members = self._rendezvous.members
         here = [member for member in members if not (member.lost or member.ended)]
         if self._apart:
             began = [rank for rank in asking if not members[rank].joined]
-            missed = bool(here) and any(not members[rank].finished for rank in (*self.left, *began))
+            missed = self.left if here and any(not members[rank].finished for rank in (*self.left, *began)) else {}
         else:
-            missed = bool(asking) or any(member.waits(now) and not member.finished for member in here)
-        if not missed:
-            return {}
-        left, self.left = self.left, {}
-        return left
+            waiting = {*asking, *(member.rank for member in here if member.waits(now) and not member.finished)}
+            positions = {rank % self._positions for rank in waiting}
+            missed = {rank: why for rank, why in self.left.items() if rank % self._positions in positions}
+        self.left = {rank: why for rank, why in self.left.items() if rank not in missed}
+        return missed

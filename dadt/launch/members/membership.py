@@ -76,7 +76,7 @@ class Membership:
         """Minimum number of ranks with which training continues; 0 means that it ends when any rank is lost."""
         self._apart = self._config.algorithm == "gossip"
         """Whether each rank trains at its own speed without waiting for the others, as with the algorithm `gossip`."""
-        self.exits = EarlyExits(self._rendezvous, apart=self._apart)
+        self.exits = EarlyExits(self._rendezvous, apart=self._apart, island_size=self.island_size)
         self._replacements = Replacements(self._outbox, self._silences.hear) if replaces(self._config) else None
         self._handovers = Handovers(self._outbox, self.kill, self._patience, self.island_size or 1)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from dadt.control.frame import Frame
 from dadt.launch.actions import Event, Outbox, Reply
@@ -45,8 +46,9 @@ class Rendezvous:
     """Exchanges values between ranks. Each waiting rank is answered once all ranks have sent their values, or with an
     error once a rank that has not sent its value has ended."""
 
-    def __init__(self, hosts: Sequence[str], outbox: Outbox, now: float) -> None:
-        """hosts: name of each rank's host; the names are empty in a job of one host."""
+    def __init__(self, hosts: Sequence[str], outbox: Outbox, now: float, island_size: int = 0) -> None:
+        """hosts: name of each rank's host; the names are empty in a job of one host. island_size: ranks of an island;
+        0 without islands."""
         self._outbox = outbox
         self.members = [Member(rank, host, seen=now) for rank, host in enumerate(hosts)]
         self.present = list(self.members)
@@ -58,7 +60,8 @@ class Rendezvous:
         """Keys of exchanges in which ranks have waited in vain, each with the answer to ranks that come later."""
         self._given = Counter[int]()
         """For each rank, the number of bytes that it has sent for exchanges that are not complete."""
-        self._board = Board()
+        self._boards = [Board() for _ in range(island_size or 1)]
+        """For each position in an island, what its ranks store for one another: they wait for no other ones."""
         self._images = 0
         """Number of times that ranks have replaced their processes (exec) during training. Several ranks that do so
         together count once."""
@@ -108,18 +111,31 @@ class Rendezvous:
                 reply(refusal, now)
         for table in (self._exchanges, self._over, self._failed, self._given):
             table.clear()
-        self._board.clear(refusal, now)
+        for board in self._boards:
+            board.clear(refusal, now)
 
     def stalled(self, seconds: float, now: float) -> list[StalledRanks]:
         """Return the exchanges in which ranks have waited for more than `seconds` seconds. Each is returned only
         once."""
-        found = self._board.stalled(seconds, now)
+        found = [
+            (key, ranks, self._at(position))
+            for position, board in enumerate(self._boards)
+            for key, ranks in board.stalled(seconds, now)
+        ]
         for key, exchange in self._exchanges.items():
             if exchange.waits and not exchange.told and now - exchange.begun > seconds:
                 exchange.told = True
-                found.append((key, set(exchange.blobs)))
-        stalls = [StalledRanks(key, ranks, [m for m in self.present if m.rank not in ranks]) for key, ranks in found]
+                found.append((key, set(exchange.blobs), self.present))
+        stalls = [StalledRanks(key, ranks, [m for m in among if m.rank not in ranks]) for key, ranks, among in found]
         return [stall for stall in stalls if stall.missing]
+
+    def _at(self, position: int) -> list[Member]:
+        """Return the ranks still in the job that have this position in their islands: all of them without islands."""
+        positions = len(self._boards)
+        return self.present if positions == 1 else [each for each in self.present if each.rank % positions == position]
+
+    def _board(self, rank: int) -> Board:
+        return self._boards[rank % len(self._boards)]
 
     def reply_to(self, question: Event) -> Reply:
         """Return the function that answers a worker's question. The rank counts as waiting until this function is
@@ -166,7 +182,7 @@ class Rendezvous:
         if self._is_outdated(question):
             return
         frame, now = question.frame, question.now
-        refusal = self._board.put(frame["key"], frame["rank"], frame.body, now)
+        refusal = self._board(frame["rank"]).put(frame["key"], frame["rank"], frame.body, now)
         answer = Frame("error", {"type": "DadtError", "message": refusal}) if refusal else Frame("taken")
         self._outbox.reply(question)(answer, now)
 
@@ -175,7 +191,8 @@ class Rendezvous:
         if not self._is_outdated(question):
             frame, now = question.frame, question.now
             reply, deadline = self.reply_to(question), now + frame["timeout"]
-            self._board.want(Want(frame["rank"], frame["keys"], deadline, frame["timeout"], reply), now)
+            want = Want(frame["rank"], frame["keys"], deadline, frame["timeout"], reply)
+            self._board(want.rank).want(want, now)
 
     def started(self, event: Event) -> None:
         self.members[event.frame["rank"]].pid = event.frame["pid"]
@@ -204,7 +221,9 @@ class Rendezvous:
         if not self.waiting:
             return
         ended = [member for member in self.present if member.ended]
-        self._board.settle((member.rank for member in ended), self._refuse, now)
+        for position, board in enumerate(self._boards):
+            among = self._at(position)
+            board.settle({each.rank for each in among if each.ended}, partial(self._refuse, among), now)
         for key, exchange in list(self._exchanges.items()):
             gone = any(member.rank not in exchange.blobs for member in ended)
             deadline, timeout, _ = min(exchange.waits, key=lambda wait: wait[0])
@@ -214,7 +233,9 @@ class Rendezvous:
 
     @property
     def waiting(self) -> bool:
-        return self._board.waiting or any(exchange.waits for exchange in self._exchanges.values())
+        return any(board.waiting for board in self._boards) or any(
+            exchange.waits for exchange in self._exchanges.values()
+        )
 
     def _complete(self, key: str, exchange: KeyExchange, now: float) -> None:
         """Send all ranks the values of all ranks, and delete the values."""
@@ -230,15 +251,15 @@ class Rendezvous:
         """Refuse all ranks that wait in this exchange, and those that come later, so that some of them cannot act on
         values that others did not get."""
         del self._exchanges[key]
-        refusal = self._failed[key] = self._refuse(key, exchange.blobs.keys(), what)
+        refusal = self._failed[key] = self._refuse(self.present, key, exchange.blobs.keys(), what)
         for rank, blob in exchange.blobs.items():
             self._given[rank] -= len(blob)
         for *_, reply in exchange.waits:
             reply(refusal, now)
 
-    def _refuse(self, key: str, present: Collection[int], what: str) -> Frame:
-        """Return the error for ranks that wait in vain for the ranks which are not in `present`."""
-        missing = [member for member in self.present if member.rank not in present]
+    def _refuse(self, among: Sequence[Member], key: str, present: Collection[int], what: str) -> Frame:
+        """Return the error for ranks that wait in vain for those of `among` which are not in `present`."""
+        missing = [member for member in among if member.rank not in present]
         if what.startswith("cannot"):
             missing = [member for member in missing if member.ended]
         return Frame("error", {"type": "StartTimeout", "message": f"{named(missing)} {what} for {key!r}"})
