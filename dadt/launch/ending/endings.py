@@ -161,7 +161,7 @@ class Endings:
         of_island = self._membership.island_size > 0 and record.tells_of_peer
         alike = not member.joined and (record.type == "Mismatch" or (member.step <= 0 and not of_island))
         goes_on = not alike and self._termination.goes_on
-        if goes_on and record.secondary and self._membership.island_size and self._membership.can_lose([member.rank]):
+        if goes_on and of_island and self._membership.can_lose([member.rank]):
             # Another rank of the same island has caused this failure and will end, and its end will show the reason.
             self._membership.kill(member.rank, now + EXIT_SECONDS)
         elif goes_on and self._membership.lose([member.rank], why, now):
@@ -202,7 +202,8 @@ class Endings:
         finished training."""
         secondary = record is not None and record.secondary
         goes_on = self._termination.goes_on and not over
-        if goes_on and secondary and self._membership.island_size and self._membership.can_lose([member.rank]):
+        of_island = self._membership.island_size > 0 and record is not None and record.tells_of_peer
+        if goes_on and of_island and self._membership.can_lose([member.rank]):
             self._follows[member.rank] = now + PRIMARY_SECONDS, what
             return
         if goes_on and self._membership.lose([member.rank], what, now):

@@ -93,6 +93,10 @@ class Board:
         for want in wants:
             want.reply(refusal, now)
 
+    def come(self, key: str) -> Set[int]:
+        """Return the ranks that have stored a value in a key's group, or in the group of this name."""
+        return self._present.get(_group(key), set()) | self._present.get(key, set())
+
     @property
     def waiting(self) -> bool:
         return bool(self._wants)

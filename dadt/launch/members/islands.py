@@ -46,14 +46,10 @@ def has_lost_host(island: Collection[Member], slots: Sequence[Slot], nodes: Sequ
     return any(nodes[slots[member.rank].cross_rank].ended for member in island)
 
 
-def is_ahead_of_waiting(member: Member, members: Sequence[Member], size: int, now: float) -> bool:
-    """Return whether another rank of this rank's island waits for its counterparts in an exchange that this rank has
-    completed. This rank will then soon wait for the other one, or does so already, and is not to blame for its silence.
+def waits(member: Member, members: Sequence[Member], size: int, now: float) -> bool:
+    """Return whether a rank waits for others. With islands it also does where another rank of its island waits: one
+    that does not go on keeps all others of its island in collectives, which are not seen, so that none of them waits.
     members: all ranks of the job, by number. size: ranks of an island; 0 without islands."""
     first = member.rank - member.rank % size if size else 0
-    island = [other for other in members[first : first + size] if not (other.lost or other.ended)]
-    return any(_progress(other) < _progress(member) and other.waits(now) for other in island)
-
-
-def _progress(member: Member) -> tuple[int, int]:
-    return member.step, member.gathered
+    others = (other for other in members[first : first + size] if not (other.lost or other.ended or other.held))
+    return not member.held and (member.waits(now) or member.finished or any(other.waits(now) for other in others))

@@ -388,8 +388,7 @@ class Membership:
         return [member for member in self._rendezvous.members if not (member.lost or member.ended)]
 
     def _waits(self, member: Member, now: float) -> bool:
-        is_ahead = islands.is_ahead_of_waiting(member, self._rendezvous.members, self.island_size, now)
-        return not member.held and (member.waits(now) or member.finished or is_ahead)
+        return islands.waits(member, self._rendezvous.members, self.island_size, now)
 
     def _lose_running(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> bool:
         """Remove ranks that still run from the job, and kill their processes. Returns whether training continues."""

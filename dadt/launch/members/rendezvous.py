@@ -4,7 +4,7 @@ rank still in the job has sent its own. If one of them waits in vain, none recei
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -118,21 +118,28 @@ class Rendezvous:
         """Return the exchanges in which ranks have waited for more than `seconds` seconds. Each is returned only
         once."""
         found = [
-            (key, ranks, self._at(position))
+            (key, ranks, self._awaited(key, ranks, position))
             for position, board in enumerate(self._boards)
             for key, ranks in board.stalled(seconds, now)
         ]
         for key, exchange in self._exchanges.items():
             if exchange.waits and not exchange.told and now - exchange.begun > seconds:
                 exchange.told = True
-                found.append((key, set(exchange.blobs), self.present))
-        stalls = [StalledRanks(key, ranks, [m for m in among if m.rank not in ranks]) for key, ranks, among in found]
-        return [stall for stall in stalls if stall.missing]
+                ranks = set(exchange.blobs)
+                found.append((key, ranks, [member for member in self.present if member.rank not in ranks]))
+        return [StalledRanks(*each) for each in found if each[-1]]
 
     def _at(self, position: int) -> list[Member]:
         """Return the ranks still in the job that have this position in their islands: all of them without islands."""
         positions = len(self._boards)
         return self.present if positions == 1 else [each for each in self.present if each.rank % positions == position]
+
+    def _awaited(self, key: str, come: Set[int], position: int) -> list[Member]:
+        """Return the ranks for which those of a position wait under a key, and others of islands that have not come
+        either, which may be why these do not. come: ranks of the position that have come."""
+        come = {*come, *(rank for board in self._boards for rank in board.come(key))}
+        absent = [member for member in self.present if member.rank not in come]
+        return [each for each in absent if not each.ended or each in self._at(position)]
 
     def _board(self, rank: int) -> Board:
         return self._boards[rank % len(self._boards)]
@@ -220,12 +227,11 @@ class Rendezvous:
         Call after a rank's end, and regularly."""
         if not self.waiting:
             return
-        ended = [member for member in self.present if member.ended]
         for position, board in enumerate(self._boards):
-            among = self._at(position)
-            board.settle({each.rank for each in among if each.ended}, partial(self._refuse, among), now)
+            ended = {member.rank for member in self._at(position) if member.ended}
+            board.settle(ended, partial(self._answer_late, position), now)
         for key, exchange in list(self._exchanges.items()):
-            gone = any(member.rank not in exchange.blobs for member in ended)
+            gone = any(member.ended and member.rank not in exchange.blobs for member in self.present)
             deadline, timeout, _ = min(exchange.waits, key=lambda wait: wait[0])
             if gone or now >= deadline:
                 what = "cannot arrive any more" if gone else f"did not arrive within {timeout:g} s"
@@ -251,18 +257,22 @@ class Rendezvous:
         """Refuse all ranks that wait in this exchange, and those that come later, so that some of them cannot act on
         values that others did not get."""
         del self._exchanges[key]
-        refusal = self._failed[key] = self._refuse(self.present, key, exchange.blobs.keys(), what)
+        refusal = self._failed[key] = _refuse(key, [m for m in self.present if m.rank not in exchange.blobs], what)
         for rank, blob in exchange.blobs.items():
             self._given[rank] -= len(blob)
         for *_, reply in exchange.waits:
             reply(refusal, now)
 
-    def _refuse(self, among: Sequence[Member], key: str, present: Collection[int], what: str) -> Frame:
-        """Return the error for ranks that wait in vain for those of `among` which are not in `present`."""
-        missing = [member for member in among if member.rank not in present]
-        if what.startswith("cannot"):
-            missing = [member for member in missing if member.ended]
-        return Frame("error", {"type": "StartTimeout", "message": f"{named(missing)} {what} for {key!r}"})
+    def _answer_late(self, position: int, key: str, come: Set[int], what: str) -> Frame:
+        """Return the error for ranks of this position that wait in vain for those which have not come."""
+        return _refuse(key, self._awaited(key, come, position), what)
+
+
+def _refuse(key: str, missing: Sequence[Member], what: str) -> Frame:
+    """Return the error for ranks that wait in vain for these."""
+    if what.startswith("cannot"):
+        missing = [member for member in missing if member.ended]
+    return Frame("error", {"type": "StartTimeout", "message": f"{named(missing)} {what} for {key!r}"})
 
 
 def named(members: Sequence[Member]) -> str:
