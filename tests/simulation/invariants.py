@@ -54,6 +54,8 @@ GOES_ON = re.compile(
     r"^(?:rank (?P<rank>\d+) |host(?P<host>\d+): ).*: training goes on without (?:it|them|the island of .*)$"
 )
 
+FAILED_WAITING = re.compile(r" failed with (?:StartTimeout|PeerLost): (.*): training goes on without ")
+
 
 class Invariants:
     """Knows all that has really happened, and compares."""
@@ -181,6 +183,8 @@ class Invariants:
                 told = (
                     int(found["rank"]) in {*guilty, *unknown} if found["rank"] else bool(hosts & self.guilty_hosts(at))
                 )
+            waited = FAILED_WAITING.search(text)  # it has failed as it waited, and what it says names one of those
+            told = told or bool(waited and {int(each) for each in re.findall(r"rank (\d+)", waited[1])} & guilty)
             if not told:
                 raise Broken(f"the user is told of one that has done nothing: {text}")
 

@@ -54,8 +54,7 @@ class EarlyExits:
         members = self._rendezvous.members
         here = [member for member in members if not (member.lost or member.ended)]
         if self._apart:
-            began = [rank for rank in asking if not members[rank].joined]
-            missed = self.left if here and any(not members[rank].finished for rank in (*self.left, *began)) else {}
+            missed = self.left if here and any(not members[rank].finished for rank in (*self.left, *asking)) else {}
         else:
             waiting = {*asking, *(member.rank for member in here if member.waits(now) and not member.finished)}
             positions = {rank % self._positions for rank in waiting}

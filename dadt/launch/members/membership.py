@@ -313,7 +313,7 @@ class Membership:
         self._least = 0  # too few ranks would be left, so no further ranks are removed
         self._scarce = ranks, now, why[: schema.TEXT]
         self._answer_all(False, why, now)
-        self._rendezvous.refuse(Frame("error", {"type": "PeerLost", "message": why[: schema.TEXT]}), now)
+        self._rendezvous.give_up(Frame("error", {"type": "PeerLost", "message": why[: schema.TEXT]}), now)
 
     def _give_up_cut_off(self, here: Sequence[Member], since: float, now: float) -> bool:
         places = {self._slots[member.rank].cross_rank for member in here}
@@ -363,7 +363,7 @@ class Membership:
             self._trials.clear()
         self._tried_at = step
         new = [member.rank for member in here if member.joined and member.step < 0]
-        if new:  # connecting worked before these ranks joined, so they are removed
+        if new and not any(member.held for member in here):  # it worked before these joined, so they are removed
             self._lose_running(new, f"{first.why}: since {preemption.ranks(new)} joined, connecting fails", now)
         elif len(here) < len(self._rendezvous.present):  # some ranks have exited, so not all can connect again
             self._answer_all(False, "", now)

@@ -114,6 +114,12 @@ class Rendezvous:
         for board in self._boards:
             board.clear(refusal, now)
 
+    def give_up(self, refusal: Frame, now: float) -> None:
+        """Answer all waiting ranks with this refusal, and those that come later to the same exchanges."""
+        keys = list(self._exchanges)
+        self.refuse(refusal, now)
+        self._failed = dict.fromkeys(keys, refusal)
+
     def stalled(self, seconds: float, now: float) -> list[StalledRanks]:
         """Return the exchanges in which ranks have waited for more than `seconds` seconds. Each is returned only
         once."""
