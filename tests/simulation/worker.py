@@ -298,7 +298,9 @@ class Worker:
         yield from self.training.join()
         if self.config.resume and newcomer is None:
             yield from self._exchange("resumed")
-        while max(0, self.step) < script.steps:
+        made = 0  # with gossip a new worker takes the others' count, but runs its script from its beginning
+        while (max(0, self.step) if self.peers.together else made) < script.steps:
+            made += 1
             yield from self.training.begin_pass()
             if self.peers.together:
                 if self.training.begun and self.peers.deaths.outdated:  # Runtime.begin

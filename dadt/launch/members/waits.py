@@ -30,6 +30,8 @@ class Waiting:
     addition to its steps."""
     starts: bool = False
     """Whether the rank waits for its first connection with the other ranks, which has a deadline of its own."""
+    _connected: bool = False
+    """Whether the rank has told that it waits for something else than its first connection."""
     _open: int = 0
     """Number of the rank's unanswered questions that wait for other ranks."""
 
@@ -38,12 +40,14 @@ class Waiting:
         connection."""
         self.asked = self.acted = now
         self.starts = starts
+        self._connected |= not starts
 
     def begin(self, reply: Reply, starts: bool, now: float) -> Reply:
         """Record that the rank has asked a question that is answered once other ranks have done their part. Returns a
-        function to call instead of `reply`, which also records the end of the wait."""
+        function to call instead of `reply`, which also records the end of the wait. starts: whether the rank has made
+        no step yet."""
         self._open += 1
-        self.acted, self.starts = now, starts
+        self.acted, self.starts = now, starts and not self._connected
 
         def answer(frame: Frame, now: float) -> None:
             self._open -= 1
