@@ -20,9 +20,11 @@ ADVICE = re.compile(r"\s*You can disable extension auto-loading with TORCH_DEVIC
 is not shown."""
 EXIT = SystemExit.__name__
 LOST_PEER = re.compile(
-    r"gloo.*(closed|reset) by peer|NCCL.*(remote process exited|closed by .*peer)|ncclRemoteError", re.S
+    r"gloo.*((closed|reset) by peer|timed out waiting)"
+    r"|NCCL.*(remote process exited|closed by .*peer)|ncclRemoteError|Watchdog caught collective operation timeout",
+    re.S | re.I,
 )
-"""Matches errors of torch's own process groups on a rank which say that another rank has ended."""
+"""Matches errors of torch's own process groups on a rank which say that another rank has ended or has not come."""
 OF_TORCH = ("RuntimeError", "DistBackendError", "DistNetworkError")
 
 
@@ -85,7 +87,8 @@ class ErrorRecord:
 
     @property
     def tells_of_peer(self) -> bool:
-        """Whether torch's own process group has raised this exception because another rank has ended."""
+        """Whether torch's own process group has raised this exception because another rank has ended or has not
+        come."""
         return _lost_peer(self.type, self.message)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from dadt.control.condition import HELD
 from dadt.launch.ending.preemption import ranks as ranks_text
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.members.member import Member
@@ -44,6 +45,17 @@ def that_join(members: Sequence[Member], slots: Sequence[Slot], rank: int) -> Co
 def has_lost_host(island: Collection[Member], slots: Sequence[Slot], nodes: Sequence[Node]) -> bool:
     """Return whether a host of these ranks is gone, so that they cannot be started anew where they were."""
     return any(nodes[slots[member.rank].cross_rank].ended for member in island)
+
+
+def silence(member: Member, members: Sequence[Member], size: int, seconds: float) -> str:
+    """Return why a rank that was silent for so many seconds is given up: another one of its island, for which it waits
+    in vain, has ended its script, or else the rank's own condition. members: all ranks of the job, by number. size:
+    ranks of an island; 0 without islands."""
+    first = member.rank - member.rank % size if size else 0
+    left = next((other for other in members[first : first + size] if other.finished), None)
+    if left is not None:
+        return f"{left.placed} {left.state}, while others of its island went on"
+    return f"{member.placed} was silent for {seconds:g} s" + (f", {HELD[member.condition]}" if member.held else "")
 
 
 def waits(member: Member, members: Sequence[Member], size: int, now: float) -> bool:

@@ -336,13 +336,14 @@ class Membership:
 
     def _give_up_held(self, here: Sequence[Member], since: float, now: float) -> None:
         """For an algorithm in which no rank waits for another: remove silent ranks that could not continue for too
-        long. A silent rank is also removed if it alone has not finished, as all others then wait for its end."""
-        others_ended = sum(member.finished for member in here)
+        long. A silent rank is also removed if only it, or its island, has not finished, as all others then wait."""
+        ended = {member.rank for member in here if member.finished}
         for member in [each for each in here if not (each.finished or each.waiting.is_starting) and each.acted < since]:
-            if member.held or 0 < others_ended == len(here) - 1:
-                why = f"rank {member.rank} ({member.place}) was silent for {self._patience:g} s"
-                self._lose_running([member.rank], why + (f", {HELD[member.condition]}" if member.held else ""), now)
-        if others_ended == len(here):
+            island = islands.with_islands([member.rank], self._slots)
+            if member.held or (ended and all(each.rank in (*ended, *island) for each in here)):
+                why = islands.silence(member, self._rendezvous.members, self.island_size, self._patience)
+                self._lose_running([member.rank], why, now)
+        if len(ended) == len(here):
             self._give_up_cut_off(here, since, now)
 
     def _connect_anew(self, now: float) -> None:
