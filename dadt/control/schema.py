@@ -201,7 +201,7 @@ _marker = record(index_=RANK, name=text(256), content=text(64))
 _passed_on: dict[str, FrameKind] = {
     "hello": FrameKind({**_process, "torch": text(100)}),
     "claim": FrameKind(_question),
-    "exchange": FrameKind({**_question, "key": KEY}, BLOB),
+    "exchange": FrameKind({**_question, "key": KEY, "island_": flag}, BLOB),
     "put": FrameKind({**_question, "key": KEY}, 16 << 20),
     "get": FrameKind({**_question, "keys": listed(KEY, 1 << 16)}),
     "say": FrameKind({**_process, "text": text(TEXT), "level": one_of("info", "warning")}),
@@ -341,7 +341,7 @@ LAUNCHER = Speaker(
         "preempt": FrameKind({}),
         "answer": FrameKind({"line": LINE, "answer": anything}, 4 << 30),
         "stacks": FrameKind({"number": COUNT, "ranks": listed(RANK, MOST_RANKS)}),
-        "signal": FrameKind({"number": SIGNAL, "rank_": RANK, "saves_": COUNT}),
+        "signal": FrameKind({"number": SIGNAL, "rank_": RANK, "saves_": COUNT, "ranks_": _ranks}),
         "worker": FrameKind({"rank": RANK}),
         "wrote": _wrote,
         "heartbeat": FrameKind({"hosts": listed(record(index=RANK, address=text(64), port=PORT), 1 << 16)}),

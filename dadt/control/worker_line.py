@@ -52,13 +52,17 @@ class WorkerLine:
     # In the following methods, `generation` is the number of the set of ranks that are left after losses, as this rank
     # knows it. The launcher refuses requests of an older generation.
 
-    def exchange(self, key: str, blob: bytes, timeout: float, generation: int = 0) -> list[bytes]:
-        """Publish this rank's `blob` and return every rank's, ordered by rank. Each key may be used once per job.
+    def exchange(
+        self, key: str, blob: bytes, timeout: float, generation: int = 0, *, island: bool = False
+    ) -> list[bytes]:
+        """Publish this rank's `blob` and return every rank's, ordered by rank, or with `island` only those of this
+        rank's island. Each key may be used once per job.
 
         Raises StartTimeout after `timeout` seconds, or as soon as a missing rank has exited; the message names the
         missing ranks and their progress.
         """
-        return parts(self._ask("exchange", timeout, blob, key=key, generation=generation))
+        among = {"island": True} if island else {}
+        return parts(self._ask("exchange", timeout, blob, key=key, generation=generation, **among))
 
     def put(self, key: str, blob: bytes, generation: int = 0) -> None:
         """Publish a blob that any rank may read with get(). Raises DadtError if the key is in use, or if this rank has

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from dadt.comm.peer_deaths import Generation
 from dadt.control.frame import Frame
 from dadt.train.approaches import Approach
@@ -31,8 +29,20 @@ class AgentReports:
         listen."""
         ranks = self._ranks
         if ranks.control is not None and (ranks.world.parts > 1 or ranks.config.algorithm == "local"):
-            newest = partial(ranks.deaths.await_newer, 0, 0.0)
-            ranks.requests.agree_by(CommonStep(ranks.control.exchange, newest, ranks.step))
+            in_islands = ranks.world.island_size > 0
+            common_step = CommonStep(
+                ranks.control.exchange, ranks.deaths.await_newer, ranks.step, in_islands=in_islands
+            )
+            ranks.requests.agree_by(common_step)
+            ranks.requests.checkpoint_signal.together = ranks.together
+            ranks.requests.checkpoint_signal.unable = self._tell_unable
+
+    def _tell_unable(self) -> None:
+        """Tell the user that this rank's island does not save."""
+        ranks, size = self._ranks, self._ranks.world.island_size
+        first = ranks.world.rank - ranks.world.rank % size
+        text = f"the island of ranks {first} to {first + size - 1} has not saved, as not all of its ranks take steps"
+        ranks.say(text, "warning")
 
     def _hear(self, frame: Frame) -> None:
         ranks, requests = self._ranks, self._ranks.requests
@@ -50,7 +60,8 @@ class AgentReports:
                 together = ranks.together and len(self._attachments) > 0
                 requests.interruption.hear(frame["patience"] if together else 0.0)
         elif frame.kind == "save":
-            requests.checkpoint_signal.hear(frame["patience"] if ranks.together else 0.0, frame["count"])
+            together = ranks.together or ranks.world.island_size > 0
+            requests.checkpoint_signal.hear(frame["patience"] if together else 0.0, frame["count"])
         elif frame.kind == "regroup":
             self._regroup(frame)
         elif (steps := frame.get("steps")) is None:

@@ -1,12 +1,12 @@
 """Delivers the Unix signal that makes the script save a checkpoint. If ranks take their steps together, all ranks
-receive it after the same step."""
+receive it after the same step, or at least all ranks of an island."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from dadt.train.common_step import CommonStep
@@ -17,7 +17,8 @@ class CheckpointSignal:
     other methods on the training thread.
 
     A script may end once it has saved. If the signals came in different steps, some ranks would wait for a rank that
-    has ended, and would never save.
+    has ended, and would never save. In an island they would call different collectives, so that no rank of it gets the
+    signal where they do not agree on a step.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,10 @@ class CheckpointSignal:
         """Finds the step after which all ranks raise the signal, where their exchanges do not connect all of them."""
         self._due = 0
         """Number of this step."""
+        self.together = True
+        """Whether ranks of different islands take their steps together."""
+        self.unable: Callable[[], None] = lambda: None
+        """Called where this rank's island does not save, since not all of its ranks take steps."""
 
     def begin(self, number: int, told: int) -> None:
         """Set the signal's number when this rank's training begins; does nothing if called again. told: number of
@@ -44,8 +49,15 @@ class CheckpointSignal:
         self.heard = self._agreed = self._raised = told
 
     def hear(self, patience: float, count: int) -> None:
-        """Handle the order to save number `count`: deliver the signal together with the other ranks, or after
-        `patience` seconds if ranks take no step until then. With 0 seconds, deliver it at once, on this rank only."""
+        """Handle the order to save number `count`, or 0 if only some ranks are to save: deliver the signal together
+        with the other ranks, or after `patience` seconds if ranks take no step until then. With 0 seconds, deliver it
+        at once, on this rank only."""
+        if patience and self.common_step is not None and self.common_step.in_islands:
+            self._hear_in_island(self.common_step, patience, count)
+        else:
+            self._hear(patience, count)
+
+    def _hear(self, patience: float, count: int) -> None:
         if not patience:
             self._late(self._raised + 1)
             return
@@ -53,6 +65,30 @@ class CheckpointSignal:
         if self.common_step is not None:
             self.common_step.find(f"signal {self.number}, {count}", patience, partial(self._agree_on, count))
         timer = threading.Timer(patience, self._late, [count])
+        timer.daemon = True
+        timer.start()
+
+    def _hear_in_island(self, common_step: CommonStep, patience: float, count: int) -> None:
+        """Look for a step with all ranks, and at the same time with those of the island, which counts where not all
+        ranks have heard of it."""
+        self.heard = max(self.heard, count)
+        number = count or self._raised + 1
+        if count and self.together:
+            common_step.find(f"signal {self.number}, {count}", patience, partial(self._agree_on, count))
+        found = partial(self._agree_in_island, common_step, number, patience)
+        common_step.find_in_island(f"signal {self.number}, {number}", patience, found, lambda: self.unable())
+
+    def _agree_in_island(self, common_step: CommonStep, count: int, patience: float, step: int) -> None:
+        """Note that all ranks of the island raise the signal number `count` after this step, unless all ranks have
+        agreed on one. If they take no step in time, those that are in this step raise it."""
+        if self._agreed < count:
+            self._agree_on(count, step)
+
+        def in_time() -> None:
+            if common_step.step >= self._due - 1:
+                self._late(count)
+
+        timer = threading.Timer(patience, in_time)
         timer.daemon = True
         timer.start()
 

@@ -11,24 +11,29 @@ one generation of ranks: the newest that this rank had heard of when it heard wh
 generation hear the same in it, since an agent passes on frames in the launcher's order, and repeats those of the newest
 generation to a rank that begins to listen later. They hear it on a thread that waits for no step, so all look for the
 same steps at once, however far each of them has come. The launcher lets only ranks of the current generation look, and
-refuses all of them where one has ended or says nothing, or as soon as the next generation begins. No search is repeated
-in that one: requests of new workers are sent again there, and a signal that no step is found for comes by itself.
+refuses all of them where one has ended or says nothing, or as soon as the next generation begins. No search of all
+ranks is repeated in that one: requests of new workers are sent again there, and a signal that no step is found for
+comes by itself. A search of an island is repeated, as its ranks are the same.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from time import monotonic
 from typing import Protocol
 
 from dadt.errors import DadtError
 
 
 class Exchange(Protocol):
-    """Exchanges bytes with all ranks of a generation (WorkerLine.exchange): takes a key, this rank's bytes, the seconds
-    to wait for the others, and the generation's number. Raises DadtError."""
+    """Exchanges bytes with all ranks of a generation (WorkerLine.exchange), or only with those of this rank's island:
+    takes a key, this rank's bytes, the seconds to wait for the others, and the generation's number. Raises
+    DadtError."""
 
-    def __call__(self, key: str, blob: bytes, timeout: float, generation: int = 0) -> list[bytes]: ...
+    def __call__(
+        self, key: str, blob: bytes, timeout: float, generation: int = 0, *, island: bool = False
+    ) -> list[bytes]: ...
 
 
 class Due:
@@ -51,11 +56,15 @@ class CommonStep:
     """One rank's part in finding such steps. `find` runs on the thread that listens to the agent, `stepped` on the
     training thread."""
 
-    def __init__(self, exchange: Exchange, newest: Callable[[], int], step: int) -> None:
-        """newest: function that returns the number of the newest generation that this rank has heard of. step: number
-        of steps that this rank has completed."""
-        self._exchange, self._newest = exchange, newest
-        self._step = step
+    def __init__(
+        self, exchange: Exchange, await_newer: Callable[[int, float], int], step: int, *, in_islands: bool = False
+    ) -> None:
+        """await_newer: function that waits up to so many seconds for a generation above a number, and returns the
+        number of the newest one that this rank has heard of. step: number of steps that this rank has completed.
+        in_islands: whether the launcher divides ranks into islands."""
+        self._exchange, self._await_newer = exchange, await_newer
+        self.in_islands = in_islands
+        self.step = step
         """Number of steps that this rank has completed."""
         self._searches = 0
         """Number of steps that are being found."""
@@ -65,24 +74,55 @@ class CommonStep:
         """Call `found` with the number of the step, in another thread. It is called on all ranks that train or, if some
         do not look for the same step within so many seconds or are lost meanwhile, on none of those left. key: the
         step's purpose, the same on all ranks, once in each generation."""
+        self._begin(lambda generation: self._look(key, seconds, generation), found, lambda: None)
+
+    def find_in_island(
+        self, key: str, seconds: float, found: Callable[[int], None], missed: Callable[[], None]
+    ) -> None:
+        """As `find`, for the ranks of this rank's island alone. Where it calls `found` on none of them, it calls
+        `missed`. key: the step's purpose, the same on all ranks of the island, once in a job."""
+        self._begin(lambda generation: self._look_in_island(key, seconds, generation), found, missed)
+
+    def _begin(
+        self, look: Callable[[int], list[int]], found: Callable[[int], None], missed: Callable[[], None]
+    ) -> None:
         with self._news:
             self._searches += 1
-            search = f"step of {key}", str(self._step).encode(), seconds, self._newest()
-        threading.Thread(target=self._find, args=(found, *search), name="dadt-common-step", daemon=True).start()
+        search = look, self._await_newer(0, 0.0), found, missed
+        threading.Thread(target=self._find, args=search, name="dadt-common-step", daemon=True).start()
 
-    def _find(self, found: Callable[[int], None], key: str, told: bytes, seconds: float, generation: int) -> None:
-        try:
-            steps = [int(each) for each in self._exchange(key, told, seconds, generation)]
-        except DadtError:  # ranks are lost or join, a rank says nothing, or the job ends
-            steps = []
+    def _find(
+        self, look: Callable[[int], list[int]], generation: int, found: Callable[[int], None],
+        missed: Callable[[], None],
+    ) -> None:  # fmt: skip
+        steps = look(generation)
         with self._news:
             self._searches -= 1
             if steps:
                 found(max(steps) + 1)
             self._news.notify_all()
+        if not steps:
+            missed()
+
+    def _look(self, key: str, seconds: float, generation: int, *, island: bool = False) -> list[int]:
+        """Return the numbers of steps that these ranks have completed; empty if not all of them have told theirs."""
+        try:
+            told = self._exchange(f"step of {key}", str(self.step).encode(), seconds, generation, island=island)
+        except DadtError:  # ranks are lost or join, a rank says nothing, or the job ends
+            return []
+        return [int(each) for each in told]
+
+    def _look_in_island(self, key: str, seconds: float, generation: int) -> list[int]:
+        until = monotonic() + seconds
+        while not (steps := self._look(key, seconds, generation, island=True)):
+            seconds, before = max(0.0, until - monotonic()), generation
+            generation = self._await_newer(generation, seconds)
+            if generation == before:
+                break
+        return steps
 
     def stepped(self, step: int) -> None:
         """Called when a step is complete: wait while a step is being found. step: number of steps that are complete."""
         with self._news:
-            self._step = step
+            self.step = step
             self._news.wait_for(lambda: not self._searches)  # no longer than the exchange waits for the others

@@ -33,7 +33,7 @@ class Interruption(CheckpointSignal):
     def hear(self, patience: float, count: int = 1) -> None:
         if not self.heard:
             self._patience = patience
-            super().hear(patience, count)
+            self._hear(patience, count)
             self.heard = count
 
     def _late(self, count: int) -> None:

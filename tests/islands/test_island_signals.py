@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import signal
 import threading
@@ -23,7 +24,7 @@ from dadt.train.requests import Requests
 
 SAVES = 3
 TRAIN = """
-import json, os, signal, torch, torch.distributed as dist
+import json, os, signal, sys, torch, torch.distributed as dist
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
@@ -43,10 +44,13 @@ try:
         optimizer.step()
         steps += 1
         if steps == 10:
+            print("agent", os.getppid(), flush=True)
             print("saved", 0, flush=True)
         if asked:
             asked.clear()
             save()
+            if "end" in sys.argv:
+                break
 except KeyboardInterrupt:
     save()
 print("saves", json.dumps(saves), flush=True)
@@ -77,7 +81,7 @@ def test_all_ranks_of_an_island_save_after_the_same_step(start, algorithm: str) 
 
 
 @contextmanager
-def told() -> Iterator[list[int]]:
+def received() -> Iterator[list[int]]:
     """The signals that come meanwhile."""
     found: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: found.append(number))
@@ -93,23 +97,25 @@ class Others:
     def __init__(self) -> None:
         self.asked: list[tuple[str, bytes, float, int]] = []
         self.answers = defaultdict[int, queue.Queue[list[bytes] | DadtError]](queue.Queue)
-        """What they answer, by generation."""
+        """What they answer, by generation; those of the island by the generation's number less 100."""
         self.generation = 1
 
-    def exchange(self, key: str, blob: bytes, timeout: float, generation: int = 0) -> list[bytes]:
+    def exchange(
+        self, key: str, blob: bytes, timeout: float, generation: int = 0, *, island: bool = False
+    ) -> list[bytes]:
         self.asked.append((key, blob, timeout, generation))
-        answer = self.answers[generation].get(timeout=PATIENCE)
+        answer = self.answers[generation - 100 * island].get(timeout=PATIENCE)
         if isinstance(answer, DadtError):
             raise answer
         return answer
 
-    def common_step(self) -> CommonStep:
-        return CommonStep(self.exchange, lambda: self.generation, 0)
+    def common_step(self, *, in_islands: bool = False) -> CommonStep:
+        return CommonStep(self.exchange, lambda number, seconds: self.generation, 0, in_islands=in_islands)
 
 
 def test_the_signal_comes_after_the_step_that_nobody_has_completed() -> None:
     others = Others()
-    with told() as signals:
+    with received() as signals:
         checkpoint = CheckpointSignal()
         checkpoint.common_step = common_step = others.common_step()
         checkpoint.begin(signal.SIGUSR1, 0)
@@ -168,7 +174,7 @@ def test_what_ranks_of_the_generation_before_have_found_is_not_heeded() -> None:
 def test_the_signal_comes_late_where_the_others_say_nothing() -> None:
     others = Others()
     others.answers[1].put(PeerLost("ranks have ended"))
-    with told() as signals:
+    with received() as signals:
         checkpoint = CheckpointSignal()
         checkpoint.common_step = others.common_step()
         checkpoint.begin(signal.SIGUSR1, 0)
@@ -177,3 +183,73 @@ def test_the_signal_comes_late_where_the_others_say_nothing() -> None:
         checkpoint.stepped(1)
         await_that(lambda: signals, "the signal")
         assert signals == [signal.SIGUSR1]
+
+
+@pytest.mark.parametrize("told", ["all", "island", "nobody"])
+def test_an_island_agrees_where_not_all_ranks_have_heard(told: str) -> None:
+    """It saves after the step that all ranks have found or, if they have not, after its own; if it has none, never."""
+    others, unable = Others(), threading.Event()
+    others.answers[1].put([b"7", b"9"] if told == "all" else PeerLost("rank 5 says nothing"))
+    others.answers[-99].put(PeerLost("rank 1 says nothing") if told == "nobody" else [b"7", b"8"])
+    with received() as signals:
+        checkpoint = CheckpointSignal()
+        checkpoint.common_step = common_step = others.common_step(in_islands=True)
+        checkpoint.begin(signal.SIGUSR1, 0)
+        checkpoint.unable = unable.set
+        common_step.stepped(7)
+        checkpoint.hear(60.0, 1)
+        for step in (8, 9, 10):
+            common_step.stepped(step)
+            checkpoint.stepped(step)
+            due = {"all": 10, "island": 9}.get(told, 11)
+            assert signals == [signal.SIGUSR1] * (step >= due)
+        assert unable.wait(PATIENCE) if told == "nobody" else not unable.is_set()
+
+
+@pytest.mark.parametrize("completed", [6, 7])
+def test_who_takes_no_step_saves_in_it_if_it_is_the_one_that_was_agreed_on(completed: int) -> None:
+    others = Others()
+    others.answers[-99].put([b"6", b"7"])
+    with received() as signals:
+        checkpoint = CheckpointSignal()
+        checkpoint.common_step = common_step = others.common_step(in_islands=True)
+        checkpoint.begin(signal.SIGUSR1, 0)
+        common_step.step = completed
+        checkpoint.hear(0.2, 0)  # only hosts of this island are to save
+        if completed == 7:
+            await_that(lambda: signals, "the signal")
+        else:
+            common_step.stepped(completed)
+            timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+            await_that(lambda: not any(map(threading.Thread.is_alive, timers)), "the end of its patience")
+            checkpoint.stepped(7)
+        assert signals == [signal.SIGUSR1] * (completed == 7)
+
+
+def test_an_island_looks_again_once_another_one_is_lost() -> None:
+    others, found = Others(), queue.SimpleQueue[int]()
+    others.answers[-99].put(PeerLost("rank 5 has ended"))
+    others.answers[-98].put([b"3", b"4"])
+    generations = iter([1, 2])
+    common_step = CommonStep(others.exchange, lambda number, seconds: next(generations), 0, in_islands=True)
+    common_step.find_in_island("signal 10, 1", 60.0, found.put, lambda: found.put(-1))
+    assert found.get(timeout=PATIENCE) == 5
+    assert [generation for *_, generation in others.asked] == [1, 2]
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", pytest.param("gossip", marks=pytest.mark.slow)])
+def test_an_island_over_two_hosts_saves_when_one_of_them_is_told_to_end(start, algorithm: str) -> None:
+    options = ["-np", "4", "-H", "localhost:1,127.0.0.1:3", "--island", "2", "--min-np", "1", "--algorithm", algorithm]
+    env = {"INTERRUPTED_BY_THEIR_AGENT": "1"}
+    run = start(TRAIN, *options, "--checkpoint-signal", "USR1", "--grace", "40", "train.py", "end", **env)
+    await_that(partial(all_say, run.folder, "saved 0\n"), "training")
+    (logs,) = run.folder.glob("dadt-logs/*/")
+    os.kill(int((logs / "rank0.log").read_text().partition("agent ")[2].split()[0]), signal.SIGTERM)
+    island = [logs / f"rank{rank}.log" for rank in (0, 1)]
+    await_that(lambda: all("saves [" in each.read_text() for each in island), "the save of the island")
+    await_that(lambda: '"kind": "regroup"' in (logs / "events.jsonl").read_text(), "the loss of the island")
+    run.process.send_signal(signal.SIGINT)
+    result = run.finish()
+    saves = [json.loads(each.read_text().partition("saves ")[2].splitlines()[0]) for each in island]
+    assert len(saves[0]) == 1 and saves[0] == saves[1], result.err
+    assert "rank 0 (pid" in result.err and "has left, as its host was told to end" in result.err, result.err

@@ -77,11 +77,9 @@ class MembersLauncher:
 
     def _perform(self, action: Action) -> None:
         if isinstance(action, SendFrame) and action.frame.kind == "answer":
-            self.world.after(self.world.spread(LINE_SECONDS), lambda: self._answer(action.frame))
-
-    def _answer(self, answer: Frame) -> None:
-        header = dict(answer["answer"])
-        self._asked.pop(answer["line"])[1](Frame(header.pop("kind"), header, answer.body))
+            header, _, answer = dict(action.frame["answer"]), *self._asked.pop(action.frame["line"])
+            frame = Frame(header.pop("kind"), header, action.frame.body)
+            self.world.after(self.world.spread(LINE_SECONDS), lambda: answer(frame))
 
     def ask(self, frame: Frame, answer: Callable[[Frame], None]) -> None:
         """A question of a rank has come."""

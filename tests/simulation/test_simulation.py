@@ -32,9 +32,10 @@ FOUND = [
     *[(JOBS, seed) for seed in (464489, 466332, 515785, 593338, 600519, 601002, 680535, 722581, 733903, 792662)],
     *[(JOBS, seed) for seed in (745770, 822819, 830965, 898037, 908793, 953006)],
     *[(ISLANDS, seed) for seed in (458, 583, 630, 936, 2167, 2344, 2475, 3265, 3791, 4861, 6209)],
-    *[(ISLANDS, seed) for seed in (300842, 302437, 303625)],
+    *[(ISLANDS, seed) for seed in (8259, 11981, 14221, 14627, 17047, 18513, 18539, 20281, 20734, 26380, 36653)],
+    *[(ISLANDS, seed) for seed in (41871, 43771, 47549, 55189, 71123, 300842, 302437, 303625)],
     *[(NEGOTIATION, seed) for seed in (1470, 3677, 10806, 16690, 25396, 37947, 53149, 74002, 80593, 85363)],
-    *[(GOSSIP, seed) for seed in (2036, 2558)],
+    *[(GOSSIP, seed) for seed in (2036, 2558, 75201)],
 ]
 """Seeds that have failed once, beyond those that are tried anyway."""
 LINES = 60

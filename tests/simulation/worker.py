@@ -125,11 +125,12 @@ class Worker:
                     self._find_step("signal 2, 1", patience, self._interrupts_at)
                 self.process.after(patience, lambda: self._interrupt_late(patience))
         elif frame.kind == "save":
-            patience = frame["patience"] if self.peers.together else 0.0
+            patience = frame["patience"] if self.peers.together or self.island.is_apart else 0.0
+            if self.island.is_apart and patience:
+                self._save_with_island(patience, frame["count"])
+                return
             count = frame["count"] if patience else self.saves_raised + 1
             self.saves_heard = max(self.saves_heard, frame["count"])
-            if self.island.is_apart and patience:
-                self._find_step(f"signal 10, {count}", patience, lambda step: self._saves_at(step, count))
             self.process.after(patience, lambda: self._save_late(count))
         elif frame.kind == "approach":
             request = self.approaches.hear(Approach(frame["number"], frame["rank"], frame["known"], frame["last"]))
@@ -138,17 +139,41 @@ class Worker:
         elif frame.kind in ("regroup", "death"):
             self.peers.hear(frame)
 
-    def _find_step(self, key: str, seconds: float, found: Callable[[int], None]) -> None:
-        """What CommonStep.find does, in a thread of its own."""
-        told, generation = str(max(0, self.step)).encode(), self.peers.deaths.await_newer(0, 0.0)
+    def _save_with_island(self, patience: float, count: int) -> None:
+        """What CheckpointSignal._hear_in_island does."""
+        self.saves_heard = max(self.saves_heard, count)
+        number = count or self.saves_raised + 1
+        if count and self.peers.together:
+            self._find_step(f"signal 10, {count}", patience, lambda step: self._saves_at(step, count))
+
+        def in_time() -> None:
+            if max(0, self.step) >= self._saves_due - 1:
+                self._save_late(number)
+
+        def agree(step: int) -> None:
+            if self.saves_agreed < number:
+                self._saves_at(step, number)
+            self.process.after(patience, in_time)
+
+        self._find_step(f"signal 10, {number}", patience, agree, island=True)
+
+    def _find_step(self, key: str, seconds: float, found: Callable[[int], None], *, island: bool = False) -> None:
+        """What CommonStep.find and find_in_island do, in a thread of their own."""
+        among, until = {"island": True} if island else {}, self.world.now + seconds
         self._searches += 1
 
         def ask() -> Steps:
-            try:
-                answer = yield from self.ask("exchange", seconds, told, key=f"step of {key}", generation=generation)
-                found(max(map(int, parts(answer))) + 1)
-            except DadtError as error:
-                self.world.note(self.process.name, f"finds no step for {key}: {error}")
+            generation, newer = -1, self.peers.deaths.await_newer(0, 0.0)
+            while newer != generation:
+                told, generation = str(max(0, self.step)).encode(), newer
+                try:
+                    asked = {"key": f"step of {key}", "generation": generation, **among}
+                    answer = yield from self.ask("exchange", max(0.0, until - self.world.now), told, **asked)
+                    found(max(map(int, parts(answer))) + 1)
+                except DadtError as error:
+                    self.world.note(self.process.name, f"finds no step for {key}: {error}")
+                    if island:
+                        newer = yield from self.peers.await_newer(generation, until - self.world.now)
             self._searches -= 1
             searched, self._searched = self._searched, []
             for wait in searched:

@@ -90,6 +90,13 @@ class WorkerPeers:
             yield self._worker.sleep(max(0.0, seconds), self.news)
         return self.deaths.await_news(0)
 
+    def await_newer(self, number: int, seconds: float) -> Steps:
+        """What Deaths.await_newer does."""
+        until = self.world.now + seconds
+        while self.deaths.await_newer(number, 0.0) == number and self.world.now < until - 1e-9:
+            yield self._worker.sleep(until - self.world.now, self.news)
+        return self.deaths.await_newer(number, 0.0)
+
     @property
     def _step(self) -> int:
         return max(0, self._worker.step)

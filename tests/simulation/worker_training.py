@@ -99,6 +99,7 @@ class Training:
             self.averages[-1] += 1
             worker.step = self.averages[-1]
             worker.agent.job.invariants.trains(worker)
+            yield from worker.know_step()
             return
         worker.snapshots.begins()
         if peers.deaths.outdated:

@@ -117,7 +117,9 @@ class StoreClient(WorkerLine):
         self._publish("has begun to train")
         return 0, 0  # zeros: without an agent, no signal to save can arrive
 
-    def exchange(self, key: str, blob: bytes, timeout: float, generation: int = 0) -> list[bytes]:
+    def exchange(
+        self, key: str, blob: bytes, timeout: float, generation: int = 0, *, island: bool = False
+    ) -> list[bytes]:
         deadline = time.monotonic() + timeout
         keys = [f"exchange/{key}/{rank}" for rank in range(self.world.world_size)]
         self._use(lambda values: values.set(keys[self.world.rank], blob))

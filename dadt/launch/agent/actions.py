@@ -77,7 +77,7 @@ class FindHandlers(NamedTuple):
     number: int
     saves: int
     """Number of times, with this one, that the ranks of all hosts were asked to save a checkpoint; 0 if only those of
-    this host are."""
+    this host, or of their islands, are."""
 
 
 class GatherStacks(NamedTuple):

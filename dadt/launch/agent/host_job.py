@@ -221,7 +221,7 @@ class HostJob:
         able = set(living) - set(heedless)
         able -= (early := self._early(able, living))
         patience = 0.0
-        if action.saves:
+        if action.saves or self._checkpoint["island"] > 1:
             patience = min(self._checkpoint["grace"] / 4, MOST_PATIENCE) if self._preempted else MOST_PATIENCE
         # The ranks in `asked` raise the signal themselves, all after the same step.
         asked = self.registry.tell_to_save(able, patience, action.saves)
@@ -282,19 +282,20 @@ class HostJob:
             return
         self._preempted = True
         self.registry.tell(Frame("preempted"))
-        self._save(self._saves + 1 if together else 0)  # the launcher, too, asks a host that it preempts only once
+        # the launcher, too, asks a host that it preempts only once
+        self._save(self._saves + 1 if together else 0, self.ranks)
         grace = self._checkpoint["grace"]
         self._begin_stop(Frame("stop", {"natural": grace, "grace": grace}), now)
 
-    def _save(self, count: int) -> None:
+    def _save(self, count: int, ranks: Collection[int]) -> None:
         assert self._checkpoint is not None
         self._saves = max(self._saves, count)
-        processes = {rank: self.training(rank) for rank in self.workers}
+        processes = {rank: self.training(rank) for rank in self.workers if rank in ranks}
         self.outbox.put(FindHandlers(processes, self._checkpoint["number"], count))
 
     def _signal(self, order: Frame, now: float) -> None:
         if "saves" in order.header and self._checkpoint is not None:
-            self._save(order["saves"])
+            self._save(order["saves"], order.get("ranks", self.ranks))
             return
         for rank in self.workers:
             if order.get("rank", rank) == rank:

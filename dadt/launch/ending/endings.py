@@ -84,8 +84,24 @@ class Endings:
         here = [slot.rank for slot in self._slots if self._nodes[slot.cross_rank] in self._leaving]
         if self._termination.goes_on and self._membership.can_lose(here):
             self._outbox.say(f"{who}: its workers save and end", "warning")
+            self._save_elsewhere(node)
         else:
             self._termination.preempt(Preemption(who, host=True), now)
+
+    def _save_elsewhere(self, node: Node) -> None:
+        """Have ranks of other hosts save that are in an island with ranks of this host, as its agent has asked only
+        those of its own."""
+        islands = with_islands(node.ranks, self._slots)
+        for other in self._nodes:
+            if ranks := [rank for rank in islands if self._nodes[self._slots[rank].cross_rank] is other is not node]:
+                order = {"number": of_checkpoint(self._config), "saves": 0, "ranks": ranks}
+                self._outbox.send(other, Frame("signal", order))
+
+    def _is_leaving(self, rank: int) -> bool:
+        """Return whether a host of this rank, or of its island, was asked to end."""
+        return any(
+            self._nodes[self._slots[each].cross_rank] in self._leaving for each in with_islands([rank], self._slots)
+        )
 
     def unheeded(self, event: Event) -> None:
         """Warn the user that workers on a host did not save: the checkpoint signal was not sent to them, because they
@@ -194,7 +210,7 @@ class Endings:
                 self._ended_early(member, f"{what}, while others went on", max(0, ending.step))
             elif member.finished:
                 self._membership.leaves_finished(member, f"{what}, while others went on")
-        self._membership.exited(member, self._termination.goes_on and node not in self._leaving, now)
+        self._membership.exited(member, self._termination.goes_on and not self._is_leaving(member.rank), now)
         self._rendezvous.settle(now)
 
     def _ended_badly(self, member: Member, what: str, record: ErrorRecord | None, now: float, *, over: bool) -> None:
@@ -245,7 +261,7 @@ class Endings:
         """Handle the end of a rank. If its host was asked to end, the other ranks continue training without this
         rank."""
         member = self._rendezvous.members[rank]
-        if node not in self._leaving or not self._termination.goes_on or member.lost:
+        if not self._is_leaving(rank) or not self._termination.goes_on or member.lost:
             return
         why = f"rank {rank} ({member.place}) has left, as its host was told to end"
         if not self._membership.lose([rank], why, now):

@@ -26,6 +26,8 @@ class KeyExchange:
 
     begun: float
     """Time (time.monotonic) at which the first value under this key arrived."""
+    island: int = -1
+    """Number of the only island whose ranks exchange these values; -1 if all ranks do."""
     blobs: dict[int, bytes] = field(default_factory=dict)
     waits: list[tuple[float, float, Reply]] = field(default_factory=list)
     """For each waiting rank: its deadline, its timeout in seconds, and the function that answers it."""
@@ -132,13 +134,18 @@ class Rendezvous:
             if exchange.waits and not exchange.told and now - exchange.begun > seconds:
                 exchange.told = True
                 ranks = set(exchange.blobs)
-                found.append((key, ranks, [member for member in self.present if member.rank not in ranks]))
+                found.append((key, ranks, [each for each in self._among(exchange) if each.rank not in ranks]))
         return [StalledRanks(*each) for each in found if each[-1]]
 
     def _at(self, position: int) -> list[Member]:
         """Return the ranks still in the job that have this position in their islands: all of them without islands."""
         positions = len(self._boards)
         return self.present if positions == 1 else [each for each in self.present if each.rank % positions == position]
+
+    def _among(self, exchange: KeyExchange) -> list[Member]:
+        """Return the ranks still in the job that exchange these values."""
+        island, size = exchange.island, len(self._boards)
+        return self.present if island < 0 else [each for each in self.present if each.rank // size == island]
 
     def _awaited(self, key: str, come: Set[int], position: int) -> list[Member]:
         """Return the ranks for which those of a position wait under a key, and others of islands that have not come
@@ -170,9 +177,13 @@ class Rendezvous:
         """Store a rank's value for an exchange. The rank is answered once all ranks have sent their values."""
         if not self._is_outdated(question):
             frame, reply = question.frame, self.reply_to(question)
-            self.give(frame["key"], frame["rank"], frame.body, frame["timeout"], reply, question.now)
+            key, island = frame["key"], frame["rank"] // len(self._boards) if frame.get("island") else -1
+            key = f"{key} in island {island}" if island >= 0 else key
+            self.give(key, frame["rank"], frame.body, frame["timeout"], reply, question.now, island)
 
-    def give(self, key: str, rank: int, blob: bytes, timeout: float, reply: Reply, now: float) -> None:
+    def give(
+        self, key: str, rank: int, blob: bytes, timeout: float, reply: Reply, now: float, island: int = -1
+    ) -> None:
         if (refusal := self._failed.get(key)) is not None:
             reply(refusal, now)
             return
@@ -183,11 +194,11 @@ class Rendezvous:
             text = f"rank {rank} gives {len(blob):,} bytes for {key!r}, {what}: {MOST_GIVEN:,} at once are the most"
             reply(Frame("error", {"type": "DadtError", "message": text}), now)
             return
-        exchange = self._exchanges.setdefault(key, KeyExchange(now))
+        exchange = self._exchanges.setdefault(key, KeyExchange(now, island))
         self._given[rank] += len(blob) - len(exchange.blobs.get(rank, b""))
         exchange.blobs[rank] = blob
         exchange.waits.append((now + timeout, timeout, reply))
-        if len(exchange.blobs) == len(self.present):
+        if len(exchange.blobs) == len(self._among(exchange)):
             self._complete(key, exchange, now)
 
     def put(self, question: Event) -> None:
@@ -237,7 +248,7 @@ class Rendezvous:
             ended = {member.rank for member in self._at(position) if member.ended}
             board.settle(ended, partial(self._answer_late, position), now)
         for key, exchange in list(self._exchanges.items()):
-            gone = any(member.ended and member.rank not in exchange.blobs for member in self.present)
+            gone = any(member.ended and member.rank not in exchange.blobs for member in self._among(exchange))
             deadline, timeout, _ = min(exchange.waits, key=lambda wait: wait[0])
             if gone or now >= deadline:
                 what = "cannot arrive any more" if gone else f"did not arrive within {timeout:g} s"
@@ -263,7 +274,8 @@ class Rendezvous:
         """Refuse all ranks that wait in this exchange, and those that come later, so that some of them cannot act on
         values that others did not get."""
         del self._exchanges[key]
-        refusal = self._failed[key] = _refuse(key, [m for m in self.present if m.rank not in exchange.blobs], what)
+        missing = [member for member in self._among(exchange) if member.rank not in exchange.blobs]
+        refusal = self._failed[key] = _refuse(key, missing, what)
         for rank, blob in exchange.blobs.items():
             self._given[rank] -= len(blob)
         for *_, reply in exchange.waits:
