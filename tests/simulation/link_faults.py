@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dadt.comm.executors.meet import PATIENCE
 from dadt.control.frame import Frame
+from dadt.launch.members.stalls import patience
 from simulation.fault import Fault, host_guilt, later
 
 if TYPE_CHECKING:
@@ -73,7 +75,12 @@ class LinkSlow(Fault):
     def strike(self, job: SimulatedJob) -> None:
         if not job.machines[self.host].process.alive:
             return
-        self._struck(job, f"each message of host{self.host} takes {self.late:.2f} s more for {self.lasting:.1f} s")
+        # Between two signs of life of a rank that connects pass an answer, the way to another host and back, its
+        # patience, and what it then tells. Others that wait no longer than that may give it up.
+        silent = PATIENCE + 4 * self.late > patience(job.config)
+        hosts = frozenset([self.host] if silent else [])
+        text = f"each message of host{self.host} takes {self.late:.2f} s more for {self.lasting:.1f} s"
+        self._struck(job, text, hosts=hosts, tries="ranks")
         up, down = job.machines[self.host].up, job.machines[self.host].down
 
         def become(slow: float) -> None:

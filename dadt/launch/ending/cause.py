@@ -181,6 +181,8 @@ class Cause:
         began. stacks: files with the ranks' stack traces. Raises LaunchError if the job failed but no worker is the
         cause."""
         self._suppose_ends()
+        if self._told_to_end and any(each.stopped and each.time < self._gave_up_at for each in self._ends):
+            self._blame = None  # ranks gave up as workers had been ended, and not for the silence between hosts
         cause = self._find()
         known = self._excused | self.endings.keys()
         untold = [slot for slot in self._slots if slot.rank not in known]

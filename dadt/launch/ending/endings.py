@@ -208,8 +208,8 @@ class Endings:
                 self._ended_badly(member, what, record, now, over=over)
             elif trains:
                 self._ended_early(member, f"{what}, while others went on", max(0, ending.step))
-            elif member.finished:
-                self._membership.leaves_finished(member, f"{what}, while others went on")
+            elif member.finished and not self._membership.exits.is_over:
+                self._membership.leaves(member.rank, f"{what}, while others went on")
         self._membership.exited(member, self._termination.goes_on and not self._is_leaving(member.rank), now)
         self._rendezvous.settle(now)
 

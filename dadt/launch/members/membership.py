@@ -106,15 +106,11 @@ class Membership:
         return True
 
     def leaves(self, rank: int, why: str) -> bool:
-        """Handle a rank that exits with code 0 before training has ended. Returns whether the others can go on."""
+        """Handle a rank that exits with code 0 before training has ended, without which the others go on once they need
+        it. Returns whether they can."""
         if goes_on := self.can_lose(self.exits.losses(rank)):
             self.exits.add(rank, why)
         return goes_on
-
-    def leaves_finished(self, member: Member, why: str) -> None:
-        """Handle a rank that exits with code 0 after its training. The others go on without it once they need it."""
-        if not self.exits.is_over:
-            self.leaves(member.rank, why)
 
     def _go_on_without_missed(self, now: float) -> None:
         """Remove ranks that exited early and are missed now."""
@@ -139,7 +135,7 @@ class Membership:
         """Handle a rank's report of a failed connection. `turn` replies whether all ranks are to connect again."""
         question, reply, now = event.frame, self._rendezvous.reply_to(event), event.now
         why = f"{self._rendezvous.members[question['rank']].named}: {question['text']}"
-        request = ReconnectRequest(now, now + question["timeout"], why, self._obstacle(now), reply)
+        request = ReconnectRequest(now, now + question["timeout"], why, self._obstacle(now, question["rank"]), reply)
         if question.get("generation", 0) == self._rendezvous.generation:
             self._requests[question["rank"]] = request
         else:
@@ -326,10 +322,11 @@ class Membership:
         places = {self._slots[member.rank].cross_rank for member in self._rendezvous.present}
         return cut[1] if (cut := self._silences.known_cut(places, now)) is not None else ""
 
-    def _obstacle(self, now: float) -> str:
-        """Return why ranks cannot connect (an outage, stopped or silent ranks); empty if no reason is known."""
+    def _obstacle(self, now: float, asking: int = -1) -> str:
+        """Return why ranks cannot connect (an outage, stopped or silent ranks); empty if no reason is known. asking:
+        the rank that is told, perhaps one for which others had waited in vain."""
         ranks, since, why = self._scarce
-        if why and all(self._rendezvous.members[rank].acted < since for rank in ranks):
+        if why and (asking in ranks or all(self._rendezvous.members[rank].acted < since for rank in ranks)):
             return why
         held = ", ".join(member.named for member in self._here if member.held)
         return self._cut(now) or (f"{held} did not connect"[: schema.TEXT] if held else "")
@@ -357,12 +354,15 @@ class Membership:
         if not (self._apart or all(self._waits(member, now) for member in here)):
             return
         places = {self._slots[member.rank].cross_rank for member in here}
-        heard = min(self._nodes[place].heard for place in places)
-        if heard < first.begun or self._silences.known_cut(places, now) is not None:
+        late = min(self._nodes[place].heard for place in places) < first.begun
+        if late or self._silences.known_cut(places, now) is not None:
             return
         if (step := max(member.step for member in here)) > self._tried_at:
             self._trials.clear()
         self._tried_at = step
+        crossed = islands.crossed(self._requests, here, self.island_size) if self._trials else []
+        if crossed and self._lose_running(crossed, f"{first.why}: islands wait for each other", now):
+            return
         new = [member.rank for member in here if member.joined and member.step < 0]
         if new and not any(member.held for member in here):  # it worked before these joined, so they are removed
             self._lose_running(new, f"{first.why}: since {preemption.ranks(new)} joined, connecting fails", now)
