@@ -51,6 +51,8 @@ class EarlyExits:
     def take_missed(self, asking: Collection[int], now: float) -> Mapping[int, str]:
         """Return the ranks that are missed now, each with a text that says how it exited, and forget them: others wait
         for them or, with gossip, connect anew and still train. asking: ranks that ask to connect anew."""
+        if not self.left:
+            return {}
         members = self._rendezvous.members
         here = [member for member in members if not (member.lost or member.ended)]
         if self._apart:

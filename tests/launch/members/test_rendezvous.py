@@ -100,3 +100,55 @@ def test_one_answer_is_bounded_too(answers: list[Frame], reply: Reply, monkeypat
         held.want(Want(0, keys, 10.0, 10.0, reply), 0.0)
     assert [answer.kind for answer in answers] == ["exchanged", "error", "error"]
     assert "rank 0 asks for more at once than 100 bytes, or for a key twice" in answers[-1]["message"]
+
+
+def asks(meeting: Rendezvous, kind: str, rank: int, now: float = 1.0, body: bytes = b"", **facts: object) -> None:
+    header = {"rank": rank, "timeout": 10.0, "generation": meeting.generation, "line": rank, **facts}
+    getattr(meeting, kind)(Event(Node(0, Host(name="here")), Frame(kind, header, body), now))
+
+
+def told(outbox: Outbox) -> dict[int, list[tuple[str, str]]]:
+    """By rank, the kinds and texts of answers."""
+    found: dict[int, list[tuple[str, str]]] = {}
+
+    def perform(action: Action) -> None:
+        assert isinstance(action, SendFrame)
+        answer = action.frame["answer"]
+        found.setdefault(action.frame["line"], []).append((answer["kind"], answer.get("message", "")))
+
+    outbox.empty(perform)
+    return found
+
+
+def test_in_islands_nobody_waits_for_ranks_of_another_position_that_have_ended() -> None:
+    meeting = Rendezvous([""] * 4, outbox := Outbox(), 0.0, island_size=2)
+    for rank in (0, 2):
+        meeting.members[rank].ended = meeting.members[rank].finished = True
+    asks(meeting, "put", 1, key="the end of rank 1")
+    asks(meeting, "get", 1, keys=["the end of rank 1", "the end of rank 3"])
+    meeting.settle(2.0)
+    assert [kind for kind, _ in told(outbox)[1]] == ["taken"]
+    meeting.settle(11.0)  # who comes late is named with others of its island that have not come either
+    assert told(outbox) == {
+        1: [("error", "rank 3 (has not imported torch) did not arrive within 10 s for 'the end of rank 3'")]
+    }
+
+
+def test_ranks_of_an_island_exchange_values_among_themselves() -> None:
+    meeting = Rendezvous([""] * 4, outbox := Outbox(), 0.0, island_size=2)
+    for rank in (2, 3, 0):
+        asks(meeting, "exchange", rank, key="step", island=True)
+    assert told(outbox) == {2: [("exchanged", "")], 3: [("exchanged", "")]}
+    meeting.members[1].ended = True
+    meeting.settle(2.0)
+    assert told(outbox) == {
+        0: [("error", "rank 1 (has not imported torch) cannot arrive any more for 'step in island 0'")]
+    }
+
+
+def test_who_comes_to_an_exchange_that_was_given_up_is_refused_at_once() -> None:
+    meeting = Rendezvous([""] * 3, outbox := Outbox(), 0.0)
+    asks(meeting, "exchange", 0, key="step")
+    meeting.give_up(Frame("error", {"type": "PeerLost", "message": "rank 2 was silent"}), 2.0)
+    asks(meeting, "exchange", 1, key="step")
+    assert told(outbox) == {rank: [("error", "rank 2 was silent")] for rank in (0, 1)}
