@@ -8,6 +8,7 @@ import pytest
 from harness.decided_job import ENDED, FAILED, WAITED, DecidedJob
 
 from dadt.control.schema import AGENT
+from dadt.launch.actions import SendFrame
 from dadt.launch.ending.processes import NATURAL_SECONDS
 from dadt.launch.hosts.host import Host
 from dadt.launch.members.node import Node
@@ -155,6 +156,43 @@ def test_an_island_is_not_lost_as_one_of_its_ranks_waits_for_another_island(cond
     assert {(frame["rank"], frame["number"]) for frame in world.sent("signal")} == {(2, 9), (3, 9)}
     assert "rank 3 (pid 13 on host3) were silent for 60 s" in world.said()[-1]
     assert not world.sent("stop")
+
+
+def test_islands_that_wait_for_each_other_after_a_loss_go_on_without_one() -> None:
+    """Ranks 3 and 4 have not completed a step that ranks 5 and 2 have; these wait for them within their islands."""
+    world = DecidedJob(6, island_size=2, island="2", min_np=1)
+    world.train(1)
+    world.say(0, "exit", rank=0, code=-9, **ENDED)
+    world.say(1, "exit", rank=1, code=-9, **ENDED)
+    for rank, step in ((2, 6), (3, 5), (4, 5), (5, 6)):
+        world.say(rank, "beat", steps={str(rank): [step, 0.0]}, memory={}, conditions={}, clock=0.0)
+    for trial in range(2):
+        world.later(1.0)
+        for rank in (3, 4):
+            facts = {"rank": rank, "text": "it did not arrive", "timeout": 300.0, "generation": trial + 1, "line": 1}
+            world.say(rank, "reconnect", **facts)
+        world.later(3.0, heard=range(6))
+    assert [frame["members"] for frame in world.sent("regroup")] == [[2, 3, 4, 5], [2, 3, 4, 5], [2, 3]]
+    assert world.said()[-1].endswith(
+        ": islands wait for each other: training goes on without the island of ranks 4 and 5"
+    )
+
+
+def test_the_rest_of_an_island_saves_where_one_of_its_hosts_is_told_to_end() -> None:
+    world = DecidedJob(4, island_size=2, island="2", min_np=1, checkpoint_signal="USR1")
+    world.train(1)
+    world.say(2, "preempted")
+    world.later()
+    orders = [
+        (each.node, each.frame.header)
+        for each in world.actions
+        if isinstance(each, SendFrame) and each.frame.kind == "signal"
+    ]
+    assert orders == [(world.nodes[3], {"number": 10, "saves": 0, "ranks": [3]})]
+    world.say(3, "exit", rank=3, code=0, **ENDED)  # it has saved
+    world.later()
+    assert world.sent("regroup")[0]["members"] == [0, 1]
+    assert "rank 3 (pid 13 on host3) has left, as its host was told to end" in world.said()[-1]
 
 
 def test_a_rank_for_which_all_others_wait_is_lost_and_killed() -> None:

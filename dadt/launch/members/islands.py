@@ -68,13 +68,10 @@ def waits(member: Member, members: Sequence[Member], size: int, now: float) -> b
 
 
 def crossed(asking: Collection[int], here: Collection[Member], size: int) -> Collection[int]:
-    """Return the island without which the others can train on where islands wait for each other: a rank of each asks to
-    connect with ranks that have completed a step which it has not, as a loss came in between, and these wait within
-    their own islands for ranks that ask as well. Empty where that is not so. here: ranks that train. size: ranks of an
-    island; 0 without islands."""
-    behind = {}
-    for member in here if size else ():
-        if member.rank in asking:
-            behind[member.rank // size] = member.step
-    ahead = {each.rank // size for each in here if size and each.step > behind.get(each.rank // size, each.step)}
-    return [member.rank for member in here if member.rank // size == max(ahead)] if len(ahead) > 1 else []
+    """Return ranks of the island without which the others can train on where islands wait for each other: a rank of
+    each asks to connect with ranks that have completed a step which it has not, as a loss came in between, and these
+    wait within their own islands for ranks that ask as well. Empty where that is not so. here: ranks that train. size:
+    ranks of an island; 0 without islands."""
+    behind = {member.rank // size: member for member in here if size and member.rank in asking}
+    ahead = [each.rank // size for each in here if size and each.step > behind.get(each.rank // size, each).step]
+    return [behind[max(ahead)].rank] if len(set(ahead)) > 1 else []
