@@ -152,7 +152,8 @@ class Rendezvous:
         either, which may be why these do not. come: ranks of the position that have come."""
         come = {*come, *(rank for board in self._boards for rank in board.come(key))}
         absent = [member for member in self.present if member.rank not in come]
-        return [each for each in absent if not each.finished or each in self._at(position)]
+        size = len(self._boards)
+        return [each for each in absent if each.rank % size == position or not (each.claimed and each.finished)]
 
     def _board(self, rank: int) -> Board:
         return self._boards[rank % len(self._boards)]

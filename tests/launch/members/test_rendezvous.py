@@ -123,7 +123,8 @@ def told(outbox: Outbox) -> dict[int, list[tuple[str, str]]]:
 def test_in_islands_nobody_waits_for_ranks_of_another_position_that_have_ended() -> None:
     meeting = Rendezvous([""] * 4, outbox := Outbox(), 0.0, island_size=2)
     for rank in (0, 2):
-        meeting.members[rank].ended = meeting.members[rank].finished = True
+        member = meeting.members[rank]
+        member.claimed = member.ended = member.finished = True
     asks(meeting, "put", 1, key="the end of rank 1")
     asks(meeting, "get", 1, keys=["the end of rank 1", "the end of rank 3"])
     meeting.settle(2.0)
