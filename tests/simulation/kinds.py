@@ -10,6 +10,7 @@ from simulation.comm_mutations import COMM_MUTATIONS
 from simulation.comm_negotiation import NegotiationJob
 from simulation.comm_scenario import draw_tensors
 from simulation.island_draws import draw_islands
+from simulation.island_mutations import ISLAND_MUTATIONS
 from simulation.mutations import JOB_MUTATIONS
 from simulation.run import SimulatedRun
 from simulation.scenario import draw
@@ -27,6 +28,7 @@ MUTATIONS: Mapping[str, tuple[str, Any, str, Any]] = {
         name: (JOBS.name, *mutation)
         for name, mutation in {**JOB_MUTATIONS, **START_MUTATIONS, **TRAINING_MUTATIONS}.items()
     },
+    **{name: (ISLANDS.name, *mutation) for name, mutation in ISLAND_MUTATIONS.items()},
     **COMM_MUTATIONS,
 }
 """Each fault by what it is: the kind of simulation that finds it, what it replaces, and by what."""
