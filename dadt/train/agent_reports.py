@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from dadt.comm.peer_deaths import Generation
 from dadt.control.frame import Frame
+from dadt.errors import DadtError
 from dadt.train.approaches import Approach
 from dadt.train.attachments import Attachments
 from dadt.train.common_step import CommonStep
@@ -29,7 +32,7 @@ class AgentReports:
         listen."""
         ranks = self._ranks
         if ranks.control is not None and (ranks.world.parts > 1 or ranks.config.algorithm == "local"):
-            in_islands = ranks.world.island_size > 0
+            in_islands = ranks.world.island_size > 1
             common_step = CommonStep(
                 ranks.control.exchange, ranks.deaths.await_newer, ranks.step, in_islands=in_islands
             )
@@ -37,12 +40,14 @@ class AgentReports:
             ranks.requests.checkpoint_signal.together = ranks.together
             ranks.requests.checkpoint_signal.unable = self._tell_unable
 
-    def _tell_unable(self) -> None:
-        """Tell the user that this rank's island does not save."""
+    def _tell_unable(self, number: int) -> None:
+        """Tell the user that this rank's island does not save for the order of this number."""
         ranks, size = self._ranks, self._ranks.world.island_size
         first = ranks.world.rank - ranks.world.rank % size
-        text = f"the island of ranks {first} to {first + size - 1} has not saved, as not all of its ranks take steps"
-        ranks.say(text, "warning")
+        island = f"the island of ranks {first} to {first + size - 1}"
+        with suppress(DadtError):  # the job is ending, and its agent is gone
+            text = f"{island} has not saved for checkpoint signal {number}, as not all of its ranks take steps"
+            ranks.say(text, "warning")
 
     def _hear(self, frame: Frame) -> None:
         ranks, requests = self._ranks, self._ranks.requests
@@ -60,7 +65,7 @@ class AgentReports:
                 together = ranks.together and len(self._attachments) > 0
                 requests.interruption.hear(frame["patience"] if together else 0.0)
         elif frame.kind == "save":
-            together = ranks.together or ranks.world.island_size > 0
+            together = ranks.together or ranks.world.island_size > 1
             requests.checkpoint_signal.hear(frame["patience"] if together else 0.0, frame["count"])
         elif frame.kind == "regroup":
             self._regroup(frame)

@@ -37,8 +37,11 @@ class CheckpointSignal:
         """Number of this step."""
         self.together = True
         """Whether ranks of different islands take their steps together."""
-        self.unable: Callable[[], None] = lambda: None
-        """Called where this rank's island does not save, since not all of its ranks take steps."""
+        self.unable: Callable[[int], None] = lambda number: None
+        """Called with the number of an order to save for which this rank's island has found no step, as not all of its
+        ranks take steps."""
+        self._leaves = False
+        """Whether this rank's island was told to save as one of its hosts is taken away."""
 
     def begin(self, number: int, told: int) -> None:
         """Set the signal's number when this rank's training begins; does nothing if called again. told: number of
@@ -71,12 +74,20 @@ class CheckpointSignal:
     def _hear_in_island(self, common_step: CommonStep, patience: float, count: int) -> None:
         """Look for a step with all ranks, and at the same time with those of the island, which counts where not all
         ranks have heard of it."""
+        if not count and self._leaves:
+            return  # a second host is taken away
+        self._leaves |= not count
+        # The same on all ranks of the island: some may have been told of former orders as they began, or missed them.
+        number = count or max(self.heard, self._raised) + 1
         self.heard = max(self.heard, count)
-        number = count or self._raised + 1
         if count and self.together:
             common_step.find(f"signal {self.number}, {count}", patience, partial(self._agree_on, count))
         found = partial(self._agree_in_island, common_step, number, patience)
-        common_step.find_in_island(f"signal {self.number}, {number}", patience, found, lambda: self.unable())
+        common_step.find_in_island(f"signal {self.number}, {number}", patience, found, partial(self._missed, number))
+
+    def _missed(self, number: int) -> None:
+        if self._agreed < number:
+            self.unable(number)
 
     def _agree_in_island(self, common_step: CommonStep, count: int, patience: float, step: int) -> None:
         """Note that all ranks of the island raise the signal number `count` after this step, unless all ranks have

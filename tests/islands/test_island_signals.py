@@ -195,7 +195,7 @@ def test_an_island_agrees_where_not_all_ranks_have_heard(told: str) -> None:
         checkpoint = CheckpointSignal()
         checkpoint.common_step = common_step = others.common_step(in_islands=True)
         checkpoint.begin(signal.SIGUSR1, 0)
-        checkpoint.unable = unable.set
+        checkpoint.unable = lambda number: unable.set()
         common_step.stepped(7)
         checkpoint.hear(60.0, 1)
         for step in (8, 9, 10):
@@ -204,6 +204,21 @@ def test_an_island_agrees_where_not_all_ranks_have_heard(told: str) -> None:
             due = {"all": 10, "island": 9}.get(told, 11)
             assert signals == [signal.SIGUSR1] * (step >= due)
         assert unable.wait(PATIENCE) if told == "nobody" else not unable.is_set()
+
+
+def test_an_island_that_loses_two_hosts_saves_once_and_under_one_number_for_all_its_ranks() -> None:
+    """One of its ranks has missed the order before, and another one was told of it as it began."""
+    others = Others()
+    for told, heard in ((0, (1,)), (1, ())):
+        checkpoint = CheckpointSignal()
+        checkpoint.common_step = others.common_step(in_islands=True)
+        checkpoint.begin(signal.SIGUSR1, told)
+        for count in (*heard, 0, 0):
+            checkpoint.hear(60.0, count)
+    keys = [f"step of signal {int(signal.SIGUSR1)}, {number}" for number in (1, 1, 2, 2)]
+    await_that(lambda: sorted(key for key, *_ in others.asked) == keys, "the questions")
+    for generation in (1, 1, -99, -99, -99):
+        others.answers[generation].put(PeerLost("the test ends"))
 
 
 @pytest.mark.parametrize("completed", [6, 7])

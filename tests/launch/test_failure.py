@@ -355,6 +355,8 @@ def test_sizes_are_said_as_people_say_them(count, text):
     [
         ("RuntimeError", "[/gloo/transport/tcp/pair.cc:537] Read error [::1]:2: Connection reset by peer", True),
         ("RuntimeError", "[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:2", True),
+        ("RuntimeError", "[/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv", True),
+        ("DistBackendError", "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)", True),
         ("DistBackendError", "NCCL error in: x.cpp:77, remote process exited or there was a network error", True),
         ("ConnectionResetError", "[Errno 104] Connection reset by peer", False),
         ("RuntimeError", "the database: connection closed by peer", False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import pytest
 from harness.decided_job import ENDED, FAILED, WAITED, DecidedJob
@@ -158,24 +159,28 @@ def test_an_island_is_not_lost_as_one_of_its_ranks_waits_for_another_island(cond
     assert not world.sent("stop")
 
 
-def test_islands_that_wait_for_each_other_after_a_loss_go_on_without_one() -> None:
-    """Ranks 3 and 4 have not completed a step that ranks 5 and 2 have; these wait for them within their islands."""
+@pytest.mark.parametrize("asking", [(3, 4), (2, 4)])
+def test_islands_that_wait_for_each_other_after_a_loss_go_on_without_one(asking: Sequence[int]) -> None:
+    """Ranks 3 and 4 have not completed a step that ranks 5 and 2 have, which wait for them within their islands. Ranks
+    2 and 4 wait for each other alone, and may connect the next time."""
+    crossed = asking == (3, 4)
     world = DecidedJob(6, island_size=2, island="2", min_np=1)
     world.train(1)
     world.say(0, "exit", rank=0, code=-9, **ENDED)
     world.say(1, "exit", rank=1, code=-9, **ENDED)
-    for rank, step in ((2, 6), (3, 5), (4, 5), (5, 6)):
+    for rank in range(2, 6):
+        step = 5 if rank in asking else 6
         world.say(rank, "beat", steps={str(rank): [step, 0.0]}, memory={}, conditions={}, clock=0.0)
     for trial in range(2):
         world.later(1.0)
-        for rank in (3, 4):
+        for rank in asking:
             facts = {"rank": rank, "text": "it did not arrive", "timeout": 300.0, "generation": trial + 1, "line": 1}
             world.say(rank, "reconnect", **facts)
         world.later(3.0, heard=range(6))
-    assert [frame["members"] for frame in world.sent("regroup")] == [[2, 3, 4, 5], [2, 3, 4, 5], [2, 3]]
-    assert world.said()[-1].endswith(
-        ": islands wait for each other: training goes on without the island of ranks 4 and 5"
-    )
+    left = [[2, 3, 4, 5], [2, 3, 4, 5], [2, 3] if crossed else [2, 3, 4, 5]]
+    assert [frame["members"] for frame in world.sent("regroup")] == left
+    told = ": islands wait for each other: training goes on without the island of ranks 4 and 5"
+    assert world.said()[-1].endswith(told) is crossed
 
 
 def test_the_rest_of_an_island_saves_where_one_of_its_hosts_is_told_to_end() -> None:
@@ -189,10 +194,24 @@ def test_the_rest_of_an_island_saves_where_one_of_its_hosts_is_told_to_end() -> 
         if isinstance(each, SendFrame) and each.frame.kind == "signal"
     ]
     assert orders == [(world.nodes[3], {"number": 10, "saves": 0, "ranks": [3]})]
+    world.say(3, "preempted")
+    world.later()
+    assert len(world.sent("signal")) == 1  # of host 2 all are leaving already
     world.say(3, "exit", rank=3, code=0, **ENDED)  # it has saved
     world.later()
     assert world.sent("regroup")[0]["members"] == [0, 1]
     assert "rank 3 (pid 13 on host3) has left, as its host was told to end" in world.said()[-1]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_rank_of_another_host_of_the_island_leaves_or_fails(code: int) -> None:
+    world = DecidedJob(4, island_size=2, island="2", min_np=1, checkpoint_signal="USR1")
+    world.train(1)
+    world.say(2, "preempted")
+    world.say(3, "exit", rank=3, code=code, **ENDED)
+    world.later()
+    left = "has exited with code 1 after 5 steps" if code else "has left, as a host of its island was told to end"
+    assert f"rank 3 (pid 13 on host3) {left}: training goes on without" in world.said()[-1]
 
 
 def test_a_rank_for_which_all_others_wait_is_lost_and_killed() -> None:

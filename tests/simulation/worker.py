@@ -59,6 +59,7 @@ class Worker:
         self.preempted = self.apart = self.interrupted = False
         self.saves_heard = self.saves_raised = self.interrupts_heard = 0
         self._saves_done = self.saves_agreed = self._saves_due = self.interrupts_due = 0
+        self._saves_to_leave = False
         self._signalled = False
         """Whether the script got the signal from its agent, not from DADT, and has not saved for it."""
         self._searches = 0
@@ -141,8 +142,11 @@ class Worker:
 
     def _save_with_island(self, patience: float, count: int) -> None:
         """What CheckpointSignal._hear_in_island does."""
+        if not count and self._saves_to_leave:
+            return
+        self._saves_to_leave |= not count
+        number = count or max(self.saves_heard, self.saves_raised) + 1
         self.saves_heard = max(self.saves_heard, count)
-        number = count or self.saves_raised + 1
         if count and self.peers.together:
             self._find_step(f"signal 10, {count}", patience, lambda step: self._saves_at(step, count))
 

@@ -187,7 +187,7 @@ class WorkerPeers:
     def meet(self, key: str, blob: bytes, timeout: float) -> Steps:
         apart = f"generation {self.generation} " if self.generation else ""
         if self._parts > 1:  # what Equals.exchange does
-            keys = [f"{apart}{key} of rank {rank}" for rank in self.members]
+            keys = [f"{apart}{key}/of rank {rank}" for rank in self.members]
             ours = keys[self.members.index(self._worker.rank)]
             yield from self._worker.ask("put", 0.0, blob, key=ours, generation=self.generation)
             return parts((yield from self._worker.ask("get", timeout, keys=keys, generation=self.generation)))

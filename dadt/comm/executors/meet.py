@@ -169,7 +169,7 @@ class Equals(Within):
     """Index of this rank in `ranks`."""
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
-        keys = [f"{key} of rank {rank}" for rank in self.ranks]
+        keys = [f"{key}/of rank {rank}" for rank in self.ranks]
         self.meet.put(keys[self.place], blob)
         return self.meet.get(keys)
 

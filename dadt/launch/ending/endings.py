@@ -92,8 +92,8 @@ class Endings:
         """Have ranks of other hosts save that are in an island with ranks of this host, as its agent has asked only
         those of its own."""
         islands = with_islands(node.ranks, self._slots)
-        for other in self._nodes:
-            if ranks := [rank for rank in islands if self._nodes[self._slots[rank].cross_rank] is other is not node]:
+        for other in [each for each in self._nodes if each not in self._leaving]:
+            if ranks := [rank for rank in islands if self._nodes[self._slots[rank].cross_rank] is other]:
                 order = {"number": of_checkpoint(self._config), "saves": 0, "ranks": ranks}
                 self._outbox.send(other, Frame("signal", order))
 
@@ -187,7 +187,8 @@ class Endings:
 
     def done(self, event: Event) -> None:
         """Handle a rank's report that its training has ended."""
-        self._leaves(event.node, event.frame["rank"], event.now)
+        if event.node in self._leaving:
+            self._leaves(event.node, event.frame["rank"], event.now)
 
     def exit(self, event: Event) -> None:
         """Handle the end of a rank's process."""
@@ -200,7 +201,8 @@ class Endings:
         member.ended = True
         self._outbox.put(EndOutput(member.rank))
         member.sign(ending.text, now)
-        self._leaves(node, ending.rank, now)
+        if node in self._leaving or not ending.code or ending.stopped:
+            self._leaves(node, ending.rank, now)
         # If all ranks in the job have finished training, this exit code is only the script's result, not a failure.
         over = ending.code > 0 and all(each.finished for each in present)
         if not (ending.stopped or member.lost):
@@ -263,7 +265,8 @@ class Endings:
         member = self._rendezvous.members[rank]
         if not self._is_leaving(rank) or not self._termination.goes_on or member.lost:
             return
-        why = f"rank {rank} ({member.place}) has left, as its host was told to end"
+        whose = "its host" if node in self._leaving else "a host of its island"
+        why = f"rank {rank} ({member.place}) has left, as {whose} was told to end"
         if not self._membership.lose([rank], why, now):
             preemption = Preemption(f"{node.name or 'this host'} was told to end (SIGTERM)", host=True)
             self._termination.preempt(preemption, now)

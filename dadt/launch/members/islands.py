@@ -72,6 +72,12 @@ def crossed(asking: Collection[int], here: Collection[Member], size: int) -> Col
     each asks to connect with ranks that have completed a step which it has not, as a loss came in between, and these
     wait within their own islands for ranks that ask as well. Empty where that is not so. here: ranks that train. size:
     ranks of an island; 0 without islands."""
-    behind = {member.rank // size: member for member in here if size and member.rank in asking}
-    ahead = [each.rank // size for each in here if size and each.step > behind.get(each.rank // size, each).step]
-    return [behind[max(ahead)].rank] if len(set(ahead)) > 1 else []
+    late = [member for member in here if size and member.rank in asking]
+    places = {member.rank // size for member in late}
+
+    def is_behind(member: Member) -> bool:
+        equals = [each for each in here if each.rank % size == member.rank % size and each.rank // size in places]
+        return any(each.step > member.step for each in equals)
+
+    behind = [member.rank for member in late if len(places) > 1 and is_behind(member)]
+    return behind[-1:] if len({rank // size for rank in behind}) > 1 else []

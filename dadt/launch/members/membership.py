@@ -334,13 +334,13 @@ class Membership:
     def _give_up_held(self, here: Sequence[Member], since: float, now: float) -> None:
         """For an algorithm in which no rank waits for another: remove silent ranks that could not continue for too
         long. A silent rank is also removed if only it, or its island, has not finished, as all others then wait."""
-        ended = {member.rank for member in here if member.finished}
+        left = {member.rank for member in here if not member.finished}
         for member in [each for each in here if not (each.finished or each.waiting.is_starting) and each.acted < since]:
             island = islands.with_islands([member.rank], self._slots)
-            if member.held or (ended and all(each.rank in (*ended, *island) for each in here)):
+            if member.held or (len(left) < len(here) and left.issubset(island)):
                 why = islands.silence(member, self._rendezvous.members, self.island_size, self._patience)
                 self._lose_running([member.rank], why, now)
-        if len(ended) == len(here):
+        if not left:
             self._give_up_cut_off(here, since, now)
 
     def _connect_anew(self, now: float) -> None:

@@ -60,6 +60,8 @@ class Rendezvous:
         """Keys of exchanges that are complete."""
         self._failed: dict[str, Frame] = {}
         """Keys of exchanges in which ranks have waited in vain, each with the answer to ranks that come later."""
+        self._last: dict[int, str] = {}
+        """For each island, the key of the last exchange among its ranks alone. Those before are forgotten."""
         self._given = Counter[int]()
         """For each rank, the number of bytes that it has sent for exchanges that are not complete."""
         self._boards = [Board() for _ in range(island_size or 1)]
@@ -111,7 +113,7 @@ class Rendezvous:
         for exchange in self._exchanges.values():
             for *_, reply in exchange.waits:
                 reply(refusal, now)
-        for table in (self._exchanges, self._over, self._failed, self._given):
+        for table in (self._exchanges, self._over, self._failed, self._last, self._given):
             table.clear()
         for board in self._boards:
             board.clear(refusal, now)
@@ -144,8 +146,8 @@ class Rendezvous:
 
     def _among(self, exchange: KeyExchange) -> list[Member]:
         """Return the ranks still in the job that exchange these values."""
-        island, size = exchange.island, len(self._boards)
-        return self.present if island < 0 else [each for each in self.present if each.rank // size == island]
+        first, size = exchange.island * len(self._boards), len(self._boards)
+        return self.present if first < 0 else [each for each in self.members[first : first + size] if not each.lost]
 
     def _awaited(self, key: str, come: Set[int], position: int) -> list[Member]:
         """Return the ranks for which those of a position wait under a key, and others of islands that have not come
@@ -245,9 +247,12 @@ class Rendezvous:
         Call after a rank's end, and regularly."""
         if not self.waiting:
             return
+        ended: list[set[int]] = [set() for _ in self._boards]
+        for member in self.present:
+            if member.ended:
+                ended[member.rank % len(self._boards)].add(member.rank)
         for position, board in enumerate(self._boards):
-            ended = {member.rank for member in self._at(position) if member.ended}
-            board.settle(ended, partial(self._answer_late, position), now)
+            board.settle(ended[position], partial(self._answer_late, position), now)
         for key, exchange in list(self._exchanges.items()):
             gone = any(member.ended and member.rank not in exchange.blobs for member in self._among(exchange))
             deadline, timeout, _ = min(exchange.waits, key=lambda wait: wait[0])
@@ -263,7 +268,7 @@ class Rendezvous:
 
     def _complete(self, key: str, exchange: KeyExchange, now: float) -> None:
         """Send all ranks the values of all ranks, and delete the values."""
-        del self._exchanges[key]
+        self._end(key)
         self._over.add(key)
         for rank, blob in exchange.blobs.items():
             self._given[rank] -= len(blob)
@@ -271,10 +276,19 @@ class Rendezvous:
         for *_, reply in exchange.waits:
             reply(answer, now)
 
+    def _end(self, key: str) -> None:
+        """Forget an exchange that is over, and the one before it among the same ranks if these are an island."""
+        island = self._exchanges.pop(key).island
+        if island >= 0:
+            before = self._last.get(island, "")
+            self._over.discard(before)
+            self._failed.pop(before, None)
+            self._last[island] = key
+
     def _fail(self, key: str, exchange: KeyExchange, what: str, now: float) -> None:
         """Refuse all ranks that wait in this exchange, and those that come later, so that some of them cannot act on
         values that others did not get."""
-        del self._exchanges[key]
+        self._end(key)
         missing = [member for member in self._among(exchange) if member.rank not in exchange.blobs]
         refusal = self._failed[key] = _refuse(key, missing, what)
         for rank, blob in exchange.blobs.items():

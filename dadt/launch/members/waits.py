@@ -31,7 +31,7 @@ class Waiting:
     starts: bool = False
     """Whether the rank waits for its first connection with the other ranks, which has a deadline of its own."""
     _connected: bool = False
-    """Whether the rank has told that it waits for something else than its first connection."""
+    """Whether the rank has asked about the others when it no longer waited for its first connection."""
     _open: int = 0
     """Number of the rank's unanswered questions that wait for other ranks."""
 

@@ -143,7 +143,7 @@ def test_a_rank_that_cannot_be_reached_any_more_is_named_at_once() -> None:
 def test_who_may_not_replace_a_connection_changes_nothing(wrong: dict[str, object]) -> None:
     board = Board()
     ranks = joined(board)
-    reach = Reach.from_text(json.loads(board.get(["tcp endpoints of rank 0"])[0])[0])
+    reach = Reach.from_text(json.loads(board.get(["tcp endpoints/of rank 0"])[0])[0])
     hello = {"use": mending.MENDED, "place": 1, "group": "tcp", "number": 0, "received": [0, 0], "attempt": 1}
     stranger = Reach(addresses=reach.addresses, port=reach.port, key=b"t" * 32, silence=PATIENCE)
     with pytest.raises(Unreached, match="another key"):

@@ -122,17 +122,22 @@ def told(outbox: Outbox) -> dict[int, list[tuple[str, str]]]:
 
 def test_in_islands_nobody_waits_for_ranks_of_another_position_that_have_ended() -> None:
     meeting = Rendezvous([""] * 4, outbox := Outbox(), 0.0, island_size=2)
+    for rank in range(4):
+        asks(meeting, "put", rank, key=f"machine/of rank {rank}")
     for rank in (0, 2):
         member = meeting.members[rank]
         member.claimed = member.ended = member.finished = True
-    asks(meeting, "put", 1, key="the end of rank 1")
-    asks(meeting, "get", 1, keys=["the end of rank 1", "the end of rank 3"])
+    asks(meeting, "put", 1, key="the end/of rank 1")
+    asks(meeting, "get", 1, keys=["the end/of rank 1", "the end/of rank 3"])
     meeting.settle(2.0)
-    assert [kind for kind, _ in told(outbox)[1]] == ["taken"]
-    meeting.settle(11.0)  # who comes late is named with others of its island that have not come either
-    assert told(outbox) == {
-        1: [("error", "rank 3 (has not imported torch) did not arrive within 10 s for 'the end of rank 3'")]
-    }
+    assert [kind for kind, _ in told(outbox)[1]] == ["taken", "taken"]
+    meeting.settle(11.0)
+    text = "rank 3 (has not imported torch) did not arrive within 10 s for 'the end/of rank 3'"
+    assert told(outbox) == {1: [("error", text)]}
+    asks(meeting, "get", 1, keys=["the end/of rank 1", "the end/of rank 3"])
+    meeting.members[3].ended = True
+    meeting.settle(12.0)
+    assert "cannot arrive any more" in told(outbox)[1][0][1]
 
 
 def test_ranks_of_an_island_exchange_values_among_themselves() -> None:
@@ -140,6 +145,13 @@ def test_ranks_of_an_island_exchange_values_among_themselves() -> None:
     for rank in (2, 3, 0):
         asks(meeting, "exchange", rank, key="step", island=True)
     assert told(outbox) == {2: [("exchanged", "")], 3: [("exchanged", "")]}
+    asks(meeting, "exchange", 3, key="step", island=True)
+    assert "which all have given already" in told(outbox)[3][0][1]
+    for number in range(100):  # of those that are over only the last one is remembered
+        for rank in (2, 3):
+            asks(meeting, "exchange", rank, key=f"step {number}", island=True)
+    assert all(answer == ("exchanged", "") for each in told(outbox).values() for answer in each)
+    assert meeting._over == {"step 99 in island 1"}
     meeting.members[1].ended = True
     meeting.settle(2.0)
     assert told(outbox) == {
