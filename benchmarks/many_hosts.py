@@ -50,13 +50,16 @@ class Scene:
     """Mbit/s of the last host, if its link is slower; otherwise 0."""
     size: int = BYTES
     """Bytes that are averaged."""
+    per_host: int = 1
+    """Ranks on each host. Several average within their host first, and each then a part of all among hosts."""
 
     @property
     def title(self) -> str:
         racks = f", racks joined by {self.uplink:g}" if self.uplink else ""
         slow = f", one of {self.slow:g}" if self.slow else ""
         size = f", {self.size / 1e6:g} MB" if self.size != BYTES else ""
-        return f"{self.hosts} x {self.mbit:g} Mbit/s{racks}{slow}{size}"
+        ranks = f" with {self.per_host} ranks each" if self.per_host > 1 else ""
+        return f"{self.hosts} x {self.mbit:g} Mbit/s{ranks}{racks}{slow}{size}"
 
     @property
     def least(self) -> float:
@@ -76,6 +79,7 @@ SCENES = (
     Scene(8, 100, uplink=200),
     Scene(16, 50, uplink=100),
     Scene(8, 100, size=400_000),
+    *(Scene(8, 100, per_host=2, size=size) for size in (2_000_000, 10_000_000, BYTES)),
 )
 
 
@@ -98,7 +102,8 @@ def averages(scene: Scene, contenders: Sequence[str], rounds: int) -> dict[str, 
         _shape(scene, f"/proc/{os.getpid()}/fd/{network._switch}", hosts)
         with tempfile.TemporaryDirectory(prefix="dadt-many-") as folder:
             children = []
-            for rank, host in enumerate(hosts):
+            for rank in range(scene.hosts * scene.per_host):
+                host = hosts[rank // scene.per_host]
                 child = os.fork()
                 if child == 0:
                     _run(rank, host, scene, contenders, rounds, Path(folder))
@@ -106,7 +111,7 @@ def averages(scene: Scene, contenders: Sequence[str], rounds: int) -> dict[str, 
             ended = [os.waitpid(child, 0)[1] for child in children]
             if any(ended):
                 raise SystemExit(f"{scene.title}: ranks ended with {ended}")
-            told = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(scene.hosts)]
+            told = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(scene.hosts * scene.per_host)]
     finally:
         network.close()
     found = {}
@@ -156,12 +161,17 @@ def _run(rank: int, host: str, scene: Scene, contenders: Sequence[str], rounds: 
 
 def _averages(rank: int, scene: Scene, contenders: Sequence[str], rounds: int, folder: Path) -> dict[str, Any]:
     """Return each contender's seconds, bytes sent and bytes sent again, on this rank."""
-    world = World(rank=rank, world_size=scene.hosts, local_size=1, cross_rank=rank, address=f"10.77.0.{rank + 1}")
-    store = FileStore(str(folder / "store"), scene.hosts)
-    meet = GroupRendezvous(store, rank, scene.hosts, PATIENCE)
+    host, local_rank = divmod(rank, scene.per_host)
+    size, place = scene.hosts * scene.per_host, {"cross_rank": host, "address": f"10.77.0.{host + 1}"}
+    world = World(rank=rank, world_size=size, local_rank=local_rank, local_size=scene.per_host, **place)
+    store = FileStore(str(folder / "store"), size)
+    meet = GroupRendezvous(store, rank, size, PATIENCE)
+    within = "hierarchical:" if scene.per_host > 1 else ""
     connections = {
         name: executors.connect(
-            Config(executor=name, timeout=PATIENCE, start_timeout=PATIENCE, streams=1), world, Apart(meet, name)
+            Config(executor=within + name, timeout=PATIENCE, start_timeout=PATIENCE, streams=1),
+            world,
+            Apart(meet, name),
         )
         for name in contenders
     }
