@@ -273,6 +273,7 @@ def test_an_agent_that_is_killed(hosts: Hosts, backend: str) -> None:
     await_that(lambda: not folder.exists(), "the guard")
 
 
+@pytest.mark.sample(1)
 def test_a_cut_network(hosts: Hosts, backend: str) -> None:
     network = hosts(1)
     with launched(network, backend, orphan_timeout=3.0) as (future,):
