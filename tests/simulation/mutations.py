@@ -56,8 +56,8 @@ def once(self: Membership, *given: Any, **named: Any) -> bool:
     return lose(self, *given, **named)
 
 
-def patient(self: Rendezvous, key: str, rank: int, blob: bytes, timeout: float, reply: Any, now: float) -> None:
-    give(self, key, rank, blob, 10 * timeout, reply, now)
+def patient(self: Rendezvous, key: str, rank: int, blob: bytes, timeout: float, *more: Any) -> None:
+    give(self, key, rank, blob, 10 * timeout, *more)
 
 
 def unfinished(self: Rendezvous, event: Any) -> None:
