@@ -282,7 +282,7 @@ class HostJob:
             return
         self._preempted = True
         self.registry.tell(Frame("preempted"))
-        # the launcher, too, asks a host that it preempts only once
+        # The launcher, too, asks a host that it preempts only once.
         self._save(self._saves + 1 if together else 0, self.ranks)
         grace = self._checkpoint["grace"]
         self._begin_stop(Frame("stop", {"natural": grace, "grace": grace}), now)

@@ -47,12 +47,18 @@ def has_lost_host(island: Collection[Member], slots: Sequence[Slot], nodes: Sequ
     return any(nodes[slots[member.rank].cross_rank].ended for member in island)
 
 
+def island_of(member: Member, members: Sequence[Member], size: int) -> Sequence[Member]:
+    """Return the ranks of this rank's island; none without islands. members: all ranks of the job, by number. size:
+    ranks of an island; 0 without islands."""
+    first = member.rank - member.rank % size if size else 0
+    return members[first : first + size]
+
+
 def silence(member: Member, members: Sequence[Member], size: int, seconds: float) -> str:
     """Return why a rank that was silent for so many seconds is given up: another one of its island, for which it waits
     in vain, has ended its script, or else the rank's own condition. members: all ranks of the job, by number. size:
     ranks of an island; 0 without islands."""
-    first = member.rank - member.rank % size if size else 0
-    left = next((other for other in members[first : first + size] if other.finished), None)
+    left = next((other for other in island_of(member, members, size) if other.finished), None)
     if left is not None:
         return f"{left.placed} {left.state}, while others of its island went on"
     return f"{member.placed} was silent for {seconds:g} s" + (f", {HELD[member.condition]}" if member.held else "")
@@ -62,8 +68,7 @@ def waits(member: Member, members: Sequence[Member], size: int, now: float) -> b
     """Return whether a rank waits for others. With islands it also does where another rank of its island waits: one
     that does not go on keeps all others of its island in collectives, which are not seen, so that none of them waits.
     members: all ranks of the job, by number. size: ranks of an island; 0 without islands."""
-    first = member.rank - member.rank % size if size else 0
-    others = (other for other in members[first : first + size] if not (other.lost or other.ended or other.held))
+    others = (each for each in island_of(member, members, size) if not (each.lost or each.ended or each.held))
     return not member.held and (member.waits(now) or member.finished or any(other.waits(now) for other in others))
 
 
@@ -74,10 +79,9 @@ def crossed(asking: Collection[int], here: Collection[Member], size: int) -> Col
     ranks of an island; 0 without islands."""
     late = [member for member in here if size and member.rank in asking]
     places = {member.rank // size for member in late}
-
-    def is_behind(member: Member) -> bool:
-        equals = [each for each in here if each.rank % size == member.rank % size and each.rank // size in places]
-        return any(each.step > member.step for each in equals)
-
-    behind = [member.rank for member in late if len(places) > 1 and is_behind(member)]
+    furthest: dict[int, int] = {}  # step of the ranks of these islands, by their position
+    for member in here if len(places) > 1 else ():
+        if member.rank // size in places:
+            furthest[member.rank % size] = max(member.step, furthest.get(member.rank % size, member.step))
+    behind = [each.rank for each in late if each.step < furthest.get(each.rank % size, each.step)]
     return behind[-1:] if len({rank // size for rank in behind}) > 1 else []

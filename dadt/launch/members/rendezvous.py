@@ -139,11 +139,6 @@ class Rendezvous:
                 found.append((key, ranks, [each for each in self._among(exchange) if each.rank not in ranks]))
         return [StalledRanks(*each) for each in found if each[-1]]
 
-    def _at(self, position: int) -> list[Member]:
-        """Return the ranks still in the job that have this position in their islands: all of them without islands."""
-        positions = len(self._boards)
-        return self.present if positions == 1 else [each for each in self.present if each.rank % positions == position]
-
     def _among(self, exchange: KeyExchange) -> list[Member]:
         """Return the ranks still in the job that exchange these values."""
         first, size = exchange.island * len(self._boards), len(self._boards)
