@@ -37,6 +37,8 @@ class StartTimeout(DadtError):
     """Some ranks did not connect in time; the message names these ranks and what they were doing."""
 
     exit_code = 124
+    gone = "cannot arrive any more"
+    """What an error message says of ranks that have ended. The launcher looks for this text."""
 
 
 class Unproved(DadtError):

@@ -67,9 +67,7 @@ class CheckpointSignal:
         self.heard = max(self.heard, count)
         if self.common_step is not None:
             self.common_step.find(f"signal {self.number}, {count}", patience, partial(self._agree_on, count))
-        timer = threading.Timer(patience, self._late, [count])
-        timer.daemon = True
-        timer.start()
+        _after(patience, partial(self._late, count))
 
     def _hear_in_island(self, common_step: CommonStep, patience: float, count: int) -> None:
         """Look for a step with all ranks, and at the same time with those of the island, which counts where not all
@@ -99,9 +97,7 @@ class CheckpointSignal:
             if common_step.step >= self._due - 1:
                 self._late(count)
 
-        timer = threading.Timer(patience, in_time)
-        timer.daemon = True
-        timer.start()
+        _after(patience, in_time)
 
     def _agree_on(self, count: int, step: int) -> None:
         """Note that all ranks raise the signal number `count` after this step."""
@@ -137,3 +133,9 @@ class CheckpointSignal:
         if signal.getsignal(self.number) not in (signal.SIG_DFL, signal.SIG_IGN):
             # A real signal wakes the main thread from any wait, which a direct call of the handler would not.
             os.kill(os.getpid(), self.number)
+
+
+def _after(seconds: float, do: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, do)
+    timer.daemon = True
+    timer.start()

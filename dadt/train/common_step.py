@@ -74,52 +74,48 @@ class CommonStep:
         """Call `found` with the number of the step, in another thread. It is called on all ranks that train or, if some
         do not look for the same step within so many seconds or are lost meanwhile, on none of those left. key: the
         step's purpose, the same on all ranks, once in each generation."""
-        self._begin(lambda generation: self._look(key, seconds, generation), found, lambda: None)
+        self._begin(key, seconds, found, None)
 
     def find_in_island(
         self, key: str, seconds: float, found: Callable[[int], None], missed: Callable[[], None]
     ) -> None:
         """As `find`, for the ranks of this rank's island alone. Where it calls `found` on none of them, it calls
         `missed`. key: the step's purpose, the same on all ranks of the island, once in a job."""
-        self._begin(lambda generation: self._look_in_island(key, seconds, generation), found, missed)
+        self._begin(key, seconds, found, missed)
 
-    def _begin(
-        self, look: Callable[[int], list[int]], found: Callable[[int], None], missed: Callable[[], None]
-    ) -> None:
+    def _begin(self, key: str, seconds: float, found: Callable[[int], None], missed: Callable[[], None] | None) -> None:
         with self._news:
             self._searches += 1
-        search = look, self._await_newer(0, 0.0), found, missed
+        search = f"step of {key}", seconds, self._await_newer(0, 0.0), found, missed
         threading.Thread(target=self._find, args=search, name="dadt-common-step", daemon=True).start()
 
     def _find(
-        self, look: Callable[[int], list[int]], generation: int, found: Callable[[int], None],
-        missed: Callable[[], None],
-    ) -> None:  # fmt: skip
-        steps = look(generation)
+        self,
+        key: str,
+        seconds: float,
+        generation: int,
+        found: Callable[[int], None],
+        missed: Callable[[], None] | None,
+    ) -> None:
+        """Find a step with the ranks of the island if `missed` is given, else with all ranks."""
+        until, before = monotonic() + seconds, -1
+        steps: list[int] = []
+        while not steps and generation > before:
+            try:
+                told = self._exchange(key, str(self.step).encode(), seconds, generation, island=missed is not None)
+                steps = [int(each) for each in told]
+            except DadtError:  # ranks are lost or join, a rank says nothing, or the job ends
+                before, seconds = generation, max(0.0, until - monotonic())
+                if missed is not None:
+                    generation = self._await_newer(before, seconds)
+                    seconds = max(0.0, until - monotonic())
         with self._news:
             self._searches -= 1
             if steps:
                 found(max(steps) + 1)
             self._news.notify_all()
-        if not steps:
+        if missed is not None and not steps:
             missed()
-
-    def _look(self, key: str, seconds: float, generation: int, *, island: bool = False) -> list[int]:
-        """Return the numbers of steps that these ranks have completed; empty if not all of them have told theirs."""
-        try:
-            told = self._exchange(f"step of {key}", str(self.step).encode(), seconds, generation, island=island)
-        except DadtError:  # ranks are lost or join, a rank says nothing, or the job ends
-            return []
-        return [int(each) for each in told]
-
-    def _look_in_island(self, key: str, seconds: float, generation: int) -> list[int]:
-        until = monotonic() + seconds
-        while not (steps := self._look(key, seconds, generation, island=True)):
-            seconds, before = max(0.0, until - monotonic()), generation
-            generation = self._await_newer(generation, seconds)
-            if generation == before:
-                break
-        return steps
 
     def stepped(self, step: int) -> None:
         """Called when a step is complete: wait while a step is being found. step: number of steps that are complete."""

@@ -129,7 +129,7 @@ class StoreClient(WorkerLine):
             gone = [rank for rank in missing if states[rank].startswith("has ended")]
             if missing and (gone or time.monotonic() >= deadline):
                 who = ", ".join(f"rank {rank} ({states[rank]})" for rank in gone or missing)
-                what = "cannot arrive any more" if gone else f"did not arrive within {timeout:g} s"
+                what = StartTimeout.gone if gone else f"did not arrive within {timeout:g} s"
                 raise StartTimeout(f"{who} {what} for {key!r}")
         return [self._get(each) for each in keys]
 

@@ -174,16 +174,20 @@ class Endings:
         # All ranks raise a Mismatch, and before the first step all ranks are likely to raise the same error, except for
         # one that tells of the end of another rank of the same island. In both cases training without this rank would
         # not help the others.
-        of_island = self._membership.island_size > 0 and record.tells_of_peer
-        alike = not member.joined and (record.type == "Mismatch" or (member.step <= 0 and not of_island))
+        follows = self._follows_other(record)
+        alike = not member.joined and (record.type == "Mismatch" or (member.step <= 0 and not follows))
         goes_on = not alike and self._termination.goes_on
-        if goes_on and of_island and self._membership.can_lose([member.rank]):
-            # Another rank of the same island has caused this failure and will end, and its end will show the reason.
-            self._membership.kill(member.rank, now + EXIT_SECONDS)
-        elif goes_on and self._membership.lose([member.rank], why, now):
+        # The end of the other rank, if it is one of an island, will show the reason.
+        if goes_on and (
+            (follows and self._membership.can_lose([member.rank])) or self._membership.lose([member.rank], why, now)
+        ):
             self._membership.kill(member.rank, now + EXIT_SECONDS)
         elif not member.lost:
             self._termination.fail_by(EXIT_SECONDS, now, lets_leave=record.secondary)
+
+    def _follows_other(self, record: ErrorRecord | None) -> bool:
+        """Return whether another rank of the same island has caused this failure."""
+        return self._membership.island_size > 0 and record is not None and record.tells_of_peer
 
     def done(self, event: Event) -> None:
         """Handle a rank's report that its training has ended."""
@@ -220,8 +224,7 @@ class Endings:
         finished training."""
         secondary = record is not None and record.secondary
         goes_on = self._termination.goes_on and not over
-        of_island = self._membership.island_size > 0 and record is not None and record.tells_of_peer
-        if goes_on and of_island and self._membership.can_lose([member.rank]):
+        if goes_on and self._follows_other(record) and self._membership.can_lose([member.rank]):
             self._follows[member.rank] = now + PRIMARY_SECONDS, what
             return
         if goes_on and self._membership.lose([member.rank], what, now):

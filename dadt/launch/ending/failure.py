@@ -16,8 +16,6 @@ OWN_SETUP = re.compile(r"CUDA|NCCL|\bGPUs?\b")
 GPU_MEMORY = re.compile(r"\b(?:CUDA|HIP) out of memory(?:.*?\b(GPU \d+))?", re.DOTALL)
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 RANK = re.compile(r"\brank (\d+)\b")
-GONE = "cannot arrive any more"
-"""What ranks are told that wait for one which has ended."""
 EXIT_CODES = {kind.__name__: kind.exit_code for kind in (errors.ConfigError, errors.NotResumed, errors.StartTimeout)}
 """Exit codes with which `dadt run` ends, by the type of the exception that ended a worker. Other exceptions have no
 exit code of their own."""
@@ -255,7 +253,11 @@ def find_cause(
         record = records.get(ending.rank)
         if record is not None and record.tells_of_peer:
             return True
-        if record is not None and record.type == errors.StartTimeout.__name__ and GONE in record.message:
+        if (
+            record is not None
+            and record.type == errors.StartTimeout.__name__
+            and errors.StartTimeout.gone in record.message
+        ):
             named = {int(rank) for rank in RANK.findall(record.message)}
             return any(each.rank in named and failed(each) for each in endings)
         lost = record is not None and record.type == errors.PeerLost.__name__

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 from dadt.control.frame import Frame
+from dadt.errors import StartTimeout
 from dadt.launch.actions import Reply
 
 MOST_KEYS = 4096
@@ -121,7 +122,7 @@ class Board:
             left = []
             for want in wants:
                 if lost:
-                    want.reply(refuse(key, present, "cannot arrive any more"), now)
+                    want.reply(refuse(key, present, StartTimeout.gone), now)
                 elif now >= want.deadline:
                     want.reply(refuse(key, present, f"did not arrive within {want.timeout:g} s"), now)
                 else:

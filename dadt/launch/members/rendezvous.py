@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from dadt.control.frame import Frame
+from dadt.errors import StartTimeout
 from dadt.launch.actions import Event, Outbox, Reply
 from dadt.launch.members.board import Board, Want, together
 from dadt.launch.members.member import Member
@@ -252,7 +253,7 @@ class Rendezvous:
             gone = any(member.ended and member.rank not in exchange.blobs for member in self._among(exchange))
             deadline, timeout, _ = min(exchange.waits, key=lambda wait: wait[0])
             if gone or now >= deadline:
-                what = "cannot arrive any more" if gone else f"did not arrive within {timeout:g} s"
+                what = StartTimeout.gone if gone else f"did not arrive within {timeout:g} s"
                 self._fail(key, exchange, what, now)
 
     @property
@@ -298,7 +299,7 @@ class Rendezvous:
 
 def _refuse(key: str, missing: Sequence[Member], what: str) -> Frame:
     """Return the error for ranks that wait in vain for these."""
-    if what.startswith("cannot"):
+    if what == StartTimeout.gone:
         missing = [member for member in missing if member.ended]
     return Frame("error", {"type": "StartTimeout", "message": f"{named(missing)} {what} for {key!r}"})
 
