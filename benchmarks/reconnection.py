@@ -1,7 +1,7 @@
 """As root: python -m benchmarks.reconnection --json docs/results/reconnection.json --write docs/results/faults.md
 
-Measures where the time goes when ranks connect anew: jobs on six simulated hosts lose a worker, and the others note
-when they begin and end each stage, and how much processor time they have used by then.
+Measures where the time goes when ranks connect anew: jobs on simulated hosts with a rank each lose one, and the others
+note when they begin and end each stage, and how much processor time they have used by then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from benchmarks.page import publish, table
 from dadt_cli.bench.figure import conditions
 
-RANKS, STEPS, LOST_AT = 6, 30, 20
+STEPS, LOST_AT = 30, 20
 NOTED = (
     ("dadt.comm.peer_deaths", "Deaths", "regroup"),
     ("dadt.train.loss.recovery", "Recovery", "connect_anew"),
@@ -42,6 +42,7 @@ STAGES = (
     ("telling each other the addresses, over the launcher", "_Entry.connect begins", "WorkerLine.exchange ends"),
     ("clearing the kept connections, and the executor", "WorkerLine.exchange ends", "Recovery.connect ends"),
     ("comparing how far all are, and their weights", "Recovery.regroup begins", "Recovery.regroup ends"),
+    ("until the next exchange begins", "Deaths.regroup begins", "Recovery.regroup begins"),
     ("all of it", "Deaths.regroup begins", "Recovery.connect_anew ends"),
 )
 """Name of a stage, and between which two notes it lies."""
@@ -58,7 +59,7 @@ def train(folder: Path) -> None:
         if step == LOST_AT // 2:
             for module, kind, method in NOTED:
                 _note(getattr(import_module(module), kind), method, notes)
-        if step == LOST_AT and rank == RANKS - 1:
+        if step == LOST_AT and rank == int(os.environ["WORLD_SIZE"]) - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         model(torch.randn(1, 500)).pow(2).mean().backward()
@@ -80,13 +81,13 @@ def _note(kind: type, method: str, notes: list[tuple[str, float, float]]) -> Non
     setattr(kind, method, noted)
 
 
-def stages() -> list[dict[str, list[float]]]:
+def stages(ranks: int) -> list[dict[str, list[float]]]:
     """Run one job, and return for each rank that is left the seconds and processor seconds of each stage."""
     with tempfile.TemporaryDirectory(prefix="dadt-reconnection-") as folder:
-        command = [sys.executable, "-m", "dadt_cli", "run", "-np", f"{RANKS}", "--simulate-hosts", f"{RANKS}"]
+        command = [sys.executable, "-m", "dadt_cli", "run", "-np", f"{ranks}", "--simulate-hosts", f"{ranks}"]
         command += ["--min-np", "2", "--algorithm", "sync", "-m", "benchmarks.reconnection", "--train", folder]
         subprocess.run(command, check=True, capture_output=True, timeout=300)
-        every = [json.loads(Path(folder, f"{rank}").read_text()) for rank in range(RANKS - 1)]
+        every = [json.loads(Path(folder, f"{rank}").read_text()) for rank in range(ranks - 1)]
     found = []
     for notes in every:
         told = next(at for name, at, _ in notes if name == "Deaths.regroup begins")
@@ -117,6 +118,7 @@ def page(study: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reconnection", description=__doc__.partition("\n\n")[2])
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--ranks", type=int, default=6)
     parser.add_argument("--json", type=Path, help="file of the figures")
     parser.add_argument("--write", type=Path, help="page whose section `reconnection` is written from them")
     parser.add_argument("--train", type=Path, help="be a rank of the job, and write what it notes into this folder")
@@ -124,7 +126,7 @@ def main() -> None:
     if options.train:
         train(options.train)
         return
-    ranks = [rank for _ in range(options.rounds) for rank in stages()]
+    ranks = [rank for _ in range(options.rounds) for rank in stages(options.ranks)]
     publish(
         {"conditions": conditions(), "ranks": ranks},
         page({"ranks": ranks}),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.convergence.data import digits, shakespeare
@@ -25,7 +25,7 @@ class Family:
 
     name: str
     model: Callable[[], nn.Module]
-    optimizer: Callable[[Any, float], torch.optim.Optimizer]
+    optimizers: Callable[[nn.Module, float], Sequence[torch.optim.Optimizer]]
     data: Callable[[], tuple[Dataset[Any], Dataset[Any]]]
     """Returns the data for training, and the data for the verdict."""
     batch: int
@@ -46,14 +46,14 @@ class Family:
         """Return one batch for each step."""
         return islice(endless(self.loader(seed)), self.steps)
 
-    def begin(self, seed: int, rate: float) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        """Return model, optimizer and schedule: the learning rate rises if `rises` is set, then falls to 0 along a
-        cosine."""
+    def begin(self, seed: int, rate: float) -> tuple[nn.Module, Sequence[torch.optim.Optimizer], list[LRScheduler]]:
+        """Return model, optimizers and their schedules: the learning rate rises if `rises` is set, then falls to 0
+        along a cosine."""
         torch.manual_seed(seed)
         model = self.model()
-        optimizer = self.optimizer(model.parameters(), rate)
+        optimizers = self.optimizers(model, rate)
         if not self.rises:
-            return model, optimizer, CosineAnnealingLR(optimizer, self.steps)
+            return model, optimizers, [CosineAnnealingLR(optimizer, self.steps) for optimizer in optimizers]
         rising = int(self.steps * self.rises)
         falling = self.steps - rising
 
@@ -62,7 +62,7 @@ class Family:
                 return (step + 1) / rising
             return (1 + math.cos(math.pi * (step - rising) / falling)) / 2
 
-        return model, optimizer, LambdaLR(optimizer, share)
+        return model, optimizers, [LambdaLR(optimizer, share) for optimizer in optimizers]
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         x, y = batch
@@ -88,28 +88,39 @@ def endless(loader: DataLoader[Any]) -> Iterator[Any]:
         yield from loader
 
 
-def momentum(parameters: Any, rate: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=rate, momentum=0.9)
+def momentum(model: nn.Module, rate: float) -> Sequence[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)]
 
 
-def adam(parameters: Any, rate: float) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=rate)
+def adam(model: nn.Module, rate: float) -> Sequence[torch.optim.Optimizer]:
+    return [torch.optim.Adam(model.parameters(), lr=rate)]
 
 
 def adamw(parameters: Any, rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
 
 
+def muon(model: nn.Module, rate: float) -> Sequence[torch.optim.Optimizer]:
+    """Return Muon for the matrices within the blocks, with steps as large as AdamW's at this rate, and AdamW for the
+    rest."""
+    matrices = [p for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2]
+    within = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in within]
+    return [torch.optim.Muon(matrices, lr=rate, adjust_lr_fn="match_rms_adamw"), adamw(rest, rate)]
+
+
 def both_digits() -> tuple[Dataset[Any], Dataset[Any]]:
     return digits("train"), digits("t10k")
 
 
+texts = (shakespeare, 16, 600, (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2), False, 0.1)
 FAMILIES = {
     family.name: family
     for family in (
         Family("cnn", cnn, momentum, both_digits, 128, 300, (0.025, 0.05, 0.1, 0.2, 0.4, 0.8), True),
         Family("mlp", perceptron, adam, both_digits, 128, 300, (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), True),
         Family("mlp-sgd", perceptron, momentum, both_digits, 128, 300, (0.025, 0.05, 0.1, 0.2, 0.4, 0.8), True),
-        Family("gpt", GPT, adamw, shakespeare, 16, 600, (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2), False, 0.1),
+        Family("gpt", GPT, lambda model, rate: [adamw(model.parameters(), rate)], *texts),
+        Family("gpt-muon", GPT, muon, *texts),
     )
 }

@@ -70,9 +70,10 @@ class Method:
         return auto_factors(optimizer) if self.c is None else (self.c, self.c2)
 
 
-def own_step(optimizer: torch.optim.Optimizer, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def own_step(optimizers: Sequence[torch.optim.Optimizer], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the weights after a step of SGD or Adam with these gradients. Changes neither the optimizer nor the
-    weights."""
+    weights. optimizers: one, as a second one would give parameters another order than gradients have."""
+    (optimizer,) = optimizers
     parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     ahead = []
     for (p, group), gradient in zip(parameters, gradients, strict=True):

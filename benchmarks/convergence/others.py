@@ -57,6 +57,7 @@ FLAGS = {
     "sync-momentum:2": ["--algorithm", "sync", "--compression", "momentum:2"],
     "sync-int4": ["--algorithm", "sync", "--compression", "int4"],
     "real-pipe": [],
+    "real-plain": ["--predict", "0"],
 }
 """For each method, the arguments of `dadt run` that choose it."""
 

@@ -30,10 +30,10 @@ class Simulation:
         self.method = method
         self.ranks = ranks
         self.seed = seed
-        self.model, self.optimizer, self.schedule = family.begin(seed, rate)
+        self.model, self.optimizers, self.schedules = family.begin(seed, rate)
         self.parameters: Tensors = [p for p in self.model.parameters() if p.requires_grad]
         self.share = method.share(ranks)
-        self.factor, self.older = method.factors(self.optimizer)
+        self.factor, self.older = method.factors(self.optimizers[0])
         self.buffers = [b for b in self.model.buffers() if b.is_floating_point()]
         """BatchNorm's statistics. Each rank has its own, and a script reads their mean."""
         self.counts = [b for b in self.model.buffers() if not b.is_floating_point()]
@@ -73,11 +73,13 @@ class Simulation:
         if arrived is not None:
             for p, g in zip(self.parameters, arrived, strict=True):
                 p.grad = g
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
             self.shorten(true)
             self.displace(true)
             self.applied = arrived
-        self.schedule.step()
+        for schedule in self.schedules:
+            schedule.step()
         self.step += 1
         return loss
 
@@ -103,7 +105,7 @@ class Simulation:
         if not self.predicts or self.share is None or self.applied is None:
             return
         put(self.parameters, true)
-        put(self.parameters, own_step(self.optimizer, self.expected(rank, self.applied, self.share)))
+        put(self.parameters, own_step(self.optimizers, self.expected(rank, self.applied, self.share)))
 
     def expected(self, rank: int, applied: Tensors, share: float) -> Tensors:
         """Return the gradients that this rank expects as the average in flight."""
@@ -124,7 +126,7 @@ class Simulation:
             put(self.counts, counts)
             put(self.buffers, self.own[rank])
             self.predict_for(rank, true)
-            self.optimizer.zero_grad()
+            self.model.zero_grad()
             loss = self.family.loss(self.model, (part(batch[0], rank, size), part(batch[1], rank, size)))
             loss.backward()  # type: ignore[no-untyped-call]
             losses += float(loss.detach())

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,11 @@ from torch import nn
 from benchmarks.convergence.family import FAMILIES, Batch
 
 
-def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return hashes of the bits of each weight, buffer and tensor of the optimizer's state, by name."""
-    states = {"model": model.state_dict(), **optimizer.state_dict()["state"]}
+def digests(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+    """Return hashes of the bits of each weight, buffer and tensor of the optimizers' states, by name."""
+    states = {"model": model.state_dict()}
+    for number, optimizer in enumerate(optimizers):
+        states |= {f"{number}.{key}": state for key, state in optimizer.state_dict()["state"].items()}
     return {
         f"{of} {name}": hashlib.blake2b(value.contiguous().numpy().tobytes(), digest_size=8).hexdigest()
         for of, values in states.items()
@@ -67,7 +70,7 @@ def main() -> None:
     torch.set_num_threads(1)
     family = FAMILIES[options.family]
     family = dataclasses.replace(family, steps=options.steps or family.steps, batch=options.batch or family.batch)
-    model, optimizer, schedule = family.begin(options.seed, options.rate)
+    model, optimizers, schedules = family.begin(options.seed, options.rate)
     trained = model
     if options.ddp:
         torch.distributed.init_process_group("gloo")
@@ -79,12 +82,14 @@ def main() -> None:
     looks: list[tuple[int, float, float]] = []
     begun = time.monotonic()
     for step, batch in enumerate(family.batches(options.seed), 1):
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss = family.loss(trained, mine(batch) if options.ddp else batch)
         loss.backward()  # type: ignore[no-untyped-call]
         time.sleep(wait)
-        optimizer.step()
-        schedule.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         losses.append(float(loss.detach()))
         times.append(round(time.monotonic() - begun, 4))
         if str(step) == falls:
@@ -96,7 +101,7 @@ def main() -> None:
     verdict = family.verdict(model, options.judge)
     print(f"{options.family}: loss {verdict['loss']:.4f}  accuracy {verdict['accuracy']:.4f}  {seconds:.1f} s")
     if options.out:
-        outcome = {**verdict, "digests": digests(model, optimizer), "seconds": seconds, "losses": losses}
+        outcome = {**verdict, "digests": digests(model, optimizers), "seconds": seconds, "losses": losses}
         outcome |= {"times": times, "looks": looks}
         (options.out / f"rank{options.rank}.json").write_text(json.dumps(outcome))
         # Not by torch.save, which under DADT only one rank would do.

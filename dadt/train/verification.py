@@ -114,10 +114,14 @@ class Verification:
         except CommError as error:
             ranks.regroup(error)  # the remaining ranks compare again while they regroup
 
+    def checksums(self, attachment: Attachment) -> list[int]:
+        """Return the checksums of this rank's current replica."""
+        self._frozen.pop(attachment, None)  # a rank that joins has no checksums yet, so all ranks compute theirs again
+        return self._checksums(attachment)
+
     def compare(self, attachment: Attachment) -> list[list[int]]:
         """Return the checksums of each rank's current replica. Waits for all ranks."""
-        self._frozen.pop(attachment, None)  # a rank that joins has no checksums yet, so all ranks compute theirs again
-        mine = json.dumps(self._checksums(attachment)).encode()
+        mine = json.dumps(self.checksums(attachment)).encode()
         return [json.loads(lane) for lane in self._ranks.tell(f"replicas{attachment.name}", mine)]
 
     def repair(self, attachment: Attachment, every: Sequence[Sequence[int]], when: str = "") -> None:

@@ -65,7 +65,7 @@ def simulated(family: str, method: str, ranks: int, rate: float, steps: int) -> 
     for batch in shortened.batches(3):
         simulation.take(batch)
     simulation.read()
-    return shortened.verdict(simulation.model, 200), digests(simulation.model, simulation.optimizer)
+    return shortened.verdict(simulation.model, 200), digests(simulation.model, simulation.optimizers)
 
 
 def compare(folder: Path, family: str, method: str, flags: list[str], ranks: int, rate: float, steps: int) -> None:
@@ -95,11 +95,14 @@ def test_two_workers_have_the_bits_of_the_simulator(tmp_path: Path, family: str,
 @pytest.mark.slow
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", ["sync", "plain", "pipe"])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    # The simulator cannot predict a step of Muon.
+    [(f, m) for f in FAMILIES for m in ("sync", "plain", "pipe") if (f, m) != ("gpt-muon", "pipe")],
+)
 def test_whole_trainings_have_the_bits_of_the_simulator(tmp_path: Path, family: str, method: str, ranks: int) -> None:
     flags = {"sync": ["--algorithm", "sync"], "plain": ["--predict", "0"], "pipe": []}[method]
-    steps = 40 if family == "gpt" else FAMILIES[family].steps
+    steps = 40 if family.startswith("gpt") else FAMILIES[family].steps
     timed = method if method == "sync" else f"{method}:warmup={WARMUP}"
     compare(tmp_path, family, timed, flags, ranks, FAMILIES[family].rates[1], steps)
 

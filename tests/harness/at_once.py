@@ -71,7 +71,7 @@ def connect(ordinary=runtime.recovery.connect):
     return ordinary()
 
 def tell(name, data, ordinary=runtime.ranks.tell):
-    if name.startswith("replicas") and runtime.ranks.generation:
+    if name.startswith(("position", "replicas")) and runtime.ranks.generation:
         comes("compare")
     return ordinary(name, data)
 runtime.ranks.tell = tell

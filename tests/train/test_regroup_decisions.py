@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dadt.errors import Mismatch
@@ -51,3 +53,9 @@ def test_what_cannot_go_on_says_which_rank(told: list[Position], why: str) -> No
 def test_whoever_has_gathered_most_tells_the_others_but_not_those_that_are_new() -> None:
     course = decide([at(joins=True), at(1, gathered=3), at(1, gathered=5)], [0, 1, 2])
     assert (course.gathered, course.least, course.informant) == (5, 3, 2)
+
+
+def test_ranks_are_level_if_nobody_takes_anything_from_another_one() -> None:
+    assert decide([at(4, 3), at(4, 3)], [0, 1]).level
+    for other in (at(4, 4), at(4, 3, gathered=1), at(joins=True), replace(at(4, 3), rounds=[{"mean": [1]}, {}])):
+        assert not decide([at(4, 3), other], [0, 1]).level

@@ -35,6 +35,8 @@ class Position:
     given: int = 0
     """Number of managed optimizers whose state the rank received when it joined. The rank will start from that state
     with optimizers that `averaged` does not contain yet."""
+    replicas: Sequence[Sequence[int]] = ()
+    """For each managed optimizer, the checksums of the rank's replica; empty if replicas need not be equal."""
 
 
 class CatchUp(NamedTuple):
@@ -63,12 +65,18 @@ class Course:
     """The smallest number of small allgathers that are complete on a rank that is not new."""
     informant: int
     """The rank that sends results of small allgathers to the ranks that lack them."""
+    level: bool
+    """Whether all ranks are equally far, so that no rank takes anything from another one."""
 
 
 def _averaged(position: Position, optimizer: int, furthest: int) -> int:
     if optimizer < len(position.averaged):
         return position.averaged[optimizer]
     return furthest if position.joins or optimizer < position.given else -1
+
+
+def _far(position: Position) -> tuple[object, ...]:
+    return position.averaged, position.rounds, position.gathered
 
 
 def decide(told: Sequence[Position], members: Sequence[int]) -> Course:
@@ -97,4 +105,5 @@ def decide(told: Sequence[Position], members: Sequence[int]) -> Course:
         gathered=gathered,
         least=min((position.gathered for position in told if not position.joins), default=gathered),
         informant=[position.gathered for position in told].index(gathered),
+        level=not any(p.joins or _far(p) != _far(told[0]) for p in told),
     )

@@ -10,8 +10,8 @@ ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 
 import torch
 
@@ -42,6 +42,8 @@ def regroup(
     # not behind.
     started = [a for a in attachments if a.lockstep.averaged >= 0 or a.index >= len(replicas.given)]
     mine = _mine(ranks, started, given=len(replicas.given))
+    if equal:
+        mine = replace(mine, replicas=[verification.checksums(a) if a.lockstep.averaged >= 0 else [] for a in started])
     lanes = ranks.tell("position", json.dumps(asdict(mine)).encode())
     told = [Position(**json.loads(lane)) for lane in lanes]
     course = decide(told, ranks.members)
@@ -56,7 +58,9 @@ def regroup(
     for index, a in enumerate(started):
         again += a.algorithm.follow([p.rounds[index] if index < len(p.rounds) else {} for p in told])
     if equal:
-        _compare(ranks, attachments, verification)
+        # Ranks that are equally far have told their checksums with their positions.
+        every = [p.replicas for p in told] if course.level else None
+        _compare(ranks, attachments if every is None else started, verification, every)
     for each in sorted(again, key=lambda each: each.began):
         if isinstance(each, Gathering):
             each.launch(ranks.engine)
@@ -123,12 +127,18 @@ def _settle(ranks: Ranks, course: Course, *, joins: bool) -> list[Gathering | Re
     return [g for g in ranks.gatherings.newest if not g.complete]
 
 
-def _compare(ranks: Ranks, attachments: Attachments, verification: Verification) -> None:
-    """Raise Mismatch if ranks have different replicas; with `--verify-every`, make the replicas equal instead."""
-    for a in attachments:
+def _compare(
+    ranks: Ranks,
+    attachments: Iterable[Attachment],
+    verification: Verification,
+    told: Sequence[Sequence[Sequence[int]]] | None,
+) -> None:
+    """Raise Mismatch if ranks have different replicas; with `--verify-every`, make the replicas equal instead. told:
+    each rank's checksums of its replica of each optimizer; None if they may have changed since ranks told them."""
+    for index, a in enumerate(attachments):
         if a.lockstep.averaged < 0:
             continue
-        every = verification.compare(a)
+        every = verification.compare(a) if told is None else [replicas[index] for replicas in told]
         if ranks.config.verify_every:
             verification.repair(a, every)
         elif wrong := judge(every).wrong:
