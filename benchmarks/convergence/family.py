@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -100,6 +101,10 @@ def adamw(parameters: Any, rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
 
 
+def adamw_alone(model: nn.Module, rate: float) -> Sequence[torch.optim.Optimizer]:
+    return [adamw(model.parameters(), rate)]
+
+
 def muon(model: nn.Module, rate: float) -> Sequence[torch.optim.Optimizer]:
     """Return Muon for the matrices within the blocks, with steps as large as AdamW's at this rate, and AdamW for the
     rest."""
@@ -120,7 +125,8 @@ FAMILIES = {
         Family("cnn", cnn, momentum, both_digits, 128, 300, (0.025, 0.05, 0.1, 0.2, 0.4, 0.8), True),
         Family("mlp", perceptron, adam, both_digits, 128, 300, (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), True),
         Family("mlp-sgd", perceptron, momentum, both_digits, 128, 300, (0.025, 0.05, 0.1, 0.2, 0.4, 0.8), True),
-        Family("gpt", GPT, lambda model, rate: [adamw(model.parameters(), rate)], *texts),
+        Family("gpt", GPT, adamw_alone, *texts),
         Family("gpt-muon", GPT, muon, *texts),
+        Family("gpt-10m", partial(GPT, 320, 5, 8), adamw_alone, *texts),
     )
 }

@@ -23,9 +23,9 @@ RANKS = 4
 SECONDS = 3600.0
 
 
-def rounds(every: int) -> list[str]:
-    """Return the arguments for progress in int4 that is merged half a round late, whatever the link."""
-    rounds = ["--algorithm", "local", "--sync-every", str(every), "--overlap-steps", str(every // 2)]
+def rounds(every: int, late: int) -> list[str]:
+    """Return the arguments for progress in int4 that is merged so many steps late, whatever the link."""
+    rounds = ["--algorithm", "local", "--sync-every", str(every), "--overlap-steps", str(late)]
     return [*rounds, "--compression", "int4"]
 
 
@@ -34,8 +34,9 @@ FLAGS = {
     "gossip-sqrt": ["--algorithm", "gossip", "--scale-lr", "sqrt"],
     "local": ["--algorithm", "local", "--sync-every", "8"],
     "local-at-once": ["--algorithm", "local", "--sync-every", "8", "--overlap-steps", "0"],
-    "local-int4": ["--algorithm", "local", "--sync-every", "8", "--overlap-steps", "0", "--compression", "int4"],
-    **{f"local-{every}-int4": rounds(every) for every in (4, 8, 16, 32)},
+    "local-int4": rounds(8, 0),
+    "local-6-int4-at-once": rounds(6, 0),
+    **{f"local-{every}-int4": rounds(every, every // 2) for every in (4, 8, 16, 32)},
     "local-32": ["--algorithm", "local"],
     "local-sqrt": ["--algorithm", "local", "--sync-every", "8", "--scale-lr", "sqrt"],
     "diloco": ["--algorithm", "local", "--sync-every", "32", "--outer-lr", "0.7", "--outer-momentum", "0.9"],

@@ -19,6 +19,7 @@ SCRIPT = """
     optimizer = t.optimizer(model)
     for step in range(t.STEPS):
         t.backward(model, rank, step)
+        t.lower(optimizer, step)
         optimizer.step()
         optimizer.zero_grad()
     own = t.values(model)
@@ -121,6 +122,7 @@ RESUMED = """
         first, last = t.SAVED, t.STEPS
     for step in range(first, last):
         t.backward(model, rank, step)
+        t.lower(optimizer, step)
         optimizer.step()
         optimizer.zero_grad()
     own = t.values(model)

@@ -193,5 +193,5 @@ def simulate_kind(name: str, world: int, outer: Outer) -> list[dict[str, torch.T
         rounds.append(Rounds(replace(outer, fragments=[range(len(weights[0]))]), weights))
     for steps in zip(*[train for _, _, train in ranks]):
         number, event = steps[0]
-        rounds[number].stepped(event)
+        rounds[number].stepped(ranks[0][1][number], event)
     return [values(model) for model, _, _ in ranks]

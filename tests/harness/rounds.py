@@ -21,6 +21,12 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def lower(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Set the learning rate of a step."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 * (1 - step / (2 * STEPS))
+
+
 def backward(model: nn.Module, rank: int, step: int) -> None:
     x, y = batch(rank, step, 0)
     nn.functional.cross_entropy(model(x.to(next(model.parameters()).dtype)), y).backward()
@@ -57,8 +63,10 @@ class Outer:
             *("--fragments", str(len(self.fragments)), "--overlap-steps", str(self.overlap)),
         ]
 
-    def moved(self, a: torch.Tensor, v: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        v = v * self.momentum + p
+    def moved(
+        self, a: torch.Tensor, v: torch.Tensor, p: torch.Tensor, growth: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        v = v * (self.momentum * growth) + p
         return torch.add(a, torch.add(p, v, alpha=self.momentum), alpha=self.lr), v
 
 
@@ -81,9 +89,15 @@ class Rounds:
         """Where each rank went on from then."""
         self.alone = 0
         self.loaded = False
+        self.rate = dict.fromkeys(range(len(self.anchors)), 0.0)
+        self.rate_before = dict(self.rate)
+        """By parameter: the learning rates of this round and of the one before, each summed over its steps."""
+        self.growth = dict.fromkeys(range(len(self.anchors)), 1.0)
+        """By parameter: the ratio of the two when a round ended."""
 
-    def stepped(self, event: str = "") -> None:
-        """Every rank has stepped. event: the script has "loaded" weights, or "changed" which parameters it trains."""
+    def stepped(self, optimizer: torch.optim.Optimizer, event: str = "") -> None:
+        """Every rank has stepped. optimizer: of any rank. event: the script has "loaded" weights, or "changed" which
+        parameters it trains."""
         outer = self.outer
         self.alone += 1
         self.loaded |= event == "loaded"
@@ -92,6 +106,8 @@ class Rounds:
             for p, v in zip(self.weights[0], self.velocities):
                 if not p.requires_grad:
                     v.zero_()
+        for k in self.rate:
+            self.rate[k] += sum(group["lr"] for group in optimizer.param_groups)
         for number, fragment in enumerate(outer.fragments):
             since = self.alone - number * outer.every // len(outer.fragments)
             if (since - outer.overlap) % outer.every == 0 and outer.overlap and not self.loaded:
@@ -112,21 +128,24 @@ class Rounds:
                         self.merge(k)
 
     def send(self, k: int) -> None:
+        self.growth[k] = growth = self.rate[k] / self.rate_before[k] if self.rate_before[k] else 1.0
+        self.rate_before[k], self.rate[k] = self.rate[k], 0.0
         self.flying[k] = [w[k].detach() - self.anchors[k] for w in self.weights]
-        self.ahead[k] = [self.outer.moved(self.anchors[k], self.velocities[k], p)[0] for p in self.flying[k]]
+        self.ahead[k] = [self.outer.moved(self.anchors[k], self.velocities[k], p, growth)[0] for p in self.flying[k]]
         for w, then in zip(self.weights, self.ahead[k]):
             w[k].data.copy_(then)
 
     def merge(self, k: int) -> None:
-        moved = self.outer.moved(self.anchors[k], self.velocities[k], mean(self.flying.pop(k)))
+        moved = self.outer.moved(self.anchors[k], self.velocities[k], mean(self.flying.pop(k)), self.growth[k])
         self.anchors[k], self.velocities[k] = moved
         for w, then in zip(self.weights, self.ahead[k]):
             w[k].data.copy_(self.anchors[k] + (w[k].detach() - then))
 
     def settle(self) -> None:
         for k, progress in self.flying.items():
-            self.velocities[k] = self.velocities[k] * self.outer.momentum + mean(progress)
+            self.velocities[k] = self.velocities[k] * (self.outer.momentum * self.growth[k]) + mean(progress)
         self.flying.clear()
+        self.rate = dict.fromkeys(self.rate, 0.0)
         self.anchors = [mean([w.detach() for w in same]) for same in zip(*self.weights)]
         for weights in self.weights:
             for p, anchor in zip(weights, self.anchors):
@@ -160,10 +179,11 @@ class Ranks:
                     for p in same:
                         p.grad = average.clone()
             for each in self.optimizers:
+                lower(each, step)
                 each.step()
                 each.zero_grad()
             if self.rounds is not None:
-                self.rounds.stepped()
+                self.rounds.stepped(self.optimizers[0])
             elif step + 1 == WARMUP:
                 self.rounds = Rounds(outer, self.weights)
         return self
@@ -177,10 +197,14 @@ class Ranks:
         after = Ranks(models, optimizers)
         after.rounds = Rounds(outer, after.weights)
         after.rounds.alone = self.rounds.alone
+        after.rounds.rate, after.rounds.rate_before = dict(self.rounds.rate), dict(self.rounds.rate_before)
         for k, anchor in enumerate(self.rounds.anchors):
             v = self.rounds.velocities[k]
             if k in self.rounds.flying:
-                anchor, v = self.rounds.ahead[k][0], v * outer.momentum + self.rounds.flying[k][0]
+                anchor, v = (
+                    self.rounds.ahead[k][0],
+                    v * (outer.momentum * self.rounds.growth[k]) + self.rounds.flying[k][0],
+                )
             after.rounds.anchors[k], after.rounds.velocities[k] = anchor.clone(), v.clone()
         return after
 

@@ -31,12 +31,13 @@ class Local(Sync):
     be waits for) the mean P of all p_i, moves the anchor by the outer optimizer (DiLoCo, arXiv:2311.08105), and adds
     its own steps since:
 
-        p_i = w_i - a,     u_i = a + lr (p_i + m (m v + p_i)),     w_i <- u_i
-        v <- m v + P,      a <- a + lr (P + m v),                  w_i <- a + (w_i - u_i)
+        p_i = w_i - a,     u_i = a + lr (p_i + m (m r v + p_i)),   w_i <- u_i
+        v <- m r v + P,    a <- a + lr (P + m v),                  w_i <- a + (w_i - u_i)
 
-    The mean of all u_i is the new anchor: the ranks' mean follows DiLoCo without delay. With lr = 1, m = 0 this is
-    Local SGD, merged as w += average - copy. With `fragments` F, part f of the parameters ends its rounds f H / F steps
-    later (Streaming DiLoCo, arXiv:2501.18512).
+    where r is the ratio of the round's learning rates to those of the round before (SlowMo, arXiv:1910.00643). The mean
+    of all u_i is the new anchor: the ranks' mean follows DiLoCo without delay. With lr = 1, m = 0 this is Local SGD,
+    merged as w += average - copy. With `fragments` F, part f of the parameters ends its rounds f H / F steps later
+    (Streaming DiLoCo, arXiv:2501.18512).
     """
 
     identical = False
@@ -113,8 +114,10 @@ class Local(Sync):
         if a.trained != self._trained:
             self._follow()
         self._steps += 1
+        rate = sum(float(group.get("lr", 0.0)) for group in a.optimizer.param_groups) if self._outer.momentum else 0.0
         for fragment in self._fragments.values():
             fragment.since += 1
+            fragment.rate += rate
             if fragment.under_way and fragment.since >= fragment.overlap:
                 self._merge(fragment)
             if fragment.since >= fragment.every:
@@ -196,11 +199,13 @@ class Local(Sync):
         """Begin a new round on all ranks after the script has added, frozen or moved parameters. Scripts do so in the
         same step on all ranks."""
         velocities = {key: row.velocity for f in self._fragments.values() for key, row in f.rows.items()}
+        rates = {number: fragment.rate_before for number, fragment in self._fragments.items()}
         self._settle(self._fragments.values())
         new = [p for p in self.attachment.parameters if id(p) not in velocities]
         self._average("new parameters", new)
         self._divide()
-        for fragment in self._fragments.values():
+        for number, fragment in self._fragments.items():
+            fragment.rate_before = rates.get(number, 0.0)
             for key, row in fragment.rows.items():
                 before = velocities.get(key)
                 if row.velocity is not None and before is not None:
@@ -326,6 +331,7 @@ class Local(Sync):
             "steps": self._steps,
             "moments": self._moments.state(),
             "overlap": {number: fragment.overlap for number, fragment in self._fragments.items()},
+            "rates": {number: [f.rate, f.rate_before] for number, f in self._fragments.items()},
             "anchors": {number: a.to("cpu", copy=True) for number, a, _ in resumed},
             "velocities": {number: v.to("cpu", copy=True) for number, _, v in resumed if v is not None},
         }
@@ -349,6 +355,7 @@ class Local(Sync):
         self._moments.load_state(state.get("moments", {}))
         for number, fragment in self._fragments.items():
             self._pace.resume(fragment, state.get("overlap", {}).get(number))
+            fragment.rate, fragment.rate_before = state.get("rates", {}).get(number, (0.0, 0.0))
         numbers = numbers_of(self.attachment.optimizer)
         for row in (row for fragment in self._fragments.values() for row in fragment.rows.values()):
             # A parameter that was frozen at the checkpoint has no anchor in the state; its round begins at its current

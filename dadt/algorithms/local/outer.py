@@ -21,7 +21,7 @@ from dadt.train.exchange.bucket_exchange import BucketExchange, RankLink
 
 _OWN, _MEAN = 0, 1
 """Indices of a bucket's two buffers: one for the values that this rank sends, one for the received mean."""
-_LANE = struct.Struct("<IIIIII")
+_LANE = struct.Struct("<IIIIIId")
 
 
 class Told(NamedTuple):
@@ -39,24 +39,28 @@ class Told(NamedTuple):
     """Number of steps that the previous exchange took on this rank."""
     every: int
     """Number of steps that this rank proposes for the round that now begins."""
+    growth: float = 1.0
+    """Ratio of the learning rates of the round that ends, summed over its steps, to those of the round before."""
 
 
 class Outer:
     """The outer optimizer: SGD with Nesterov momentum on the progress of a round, computed like torch.optim.SGD
-    (arXiv:2311.08105)."""
+    (arXiv:2311.08105). The velocity grows and falls with the learning rate, as if progress were divided by it and each
+    outer step multiplied by it (SlowMo, arXiv:1910.00643). growth: ratio of the learning rates of a round, summed over
+    its steps, to those of the round before."""
 
     def __init__(self, lr: float, momentum: float) -> None:
         self.lr = lr
         self.momentum = momentum
 
-    def velocity(self, before: torch.Tensor | None, progress: torch.Tensor) -> torch.Tensor | None:
-        return None if before is None else before.mul(self.momentum).add_(progress)
+    def velocity(self, before: torch.Tensor | None, progress: torch.Tensor, growth: float) -> torch.Tensor | None:
+        return None if before is None else before.mul(self.momentum * growth).add_(progress)
 
     def moved(
-        self, anchor: torch.Tensor, velocity: torch.Tensor | None, progress: torch.Tensor
+        self, anchor: torch.Tensor, velocity: torch.Tensor | None, progress: torch.Tensor, growth: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return anchor and velocity after one step of the outer optimizer. velocity: None without momentum."""
-        after = self.velocity(velocity, progress)
+        after = self.velocity(velocity, progress, growth)
         step = progress if after is None else progress.add(after, alpha=self.momentum)
         return anchor.add(step, alpha=self.lr), after
 
@@ -110,6 +114,11 @@ class Fragment(BucketExchange):
         self.overlap = self.took = 0
         """Number of steps that the next exchange may run in the background, equal on all ranks; and number of steps
         that the last exchange took on this rank."""
+        self.rate = self.rate_before = 0.0
+        """The learning rate, summed over the steps of the current round and of the round before; 0.0 without outer
+        momentum, or if it is not known."""
+        self.growth = 1.0
+        """`Told.growth` of the first rank in the newest exchange, which all ranks use when they merge its mean."""
         self.over = 0
         """Number of exchanges of this fragment that have ended on this rank."""
         self.absorbed = False
@@ -174,6 +183,7 @@ class Fragment(BucketExchange):
         self.differ = len({each.groups for each in told}) > 1
         self.overlap = max(each.overlap for each in told)
         self.every = max(each.every for each in told)
+        self.growth = told[0].growth
 
     def merge(self) -> None:
         """Move the anchor by the mean of the ranks' progress; call after `receive`. Does nothing if the merged anchor
@@ -183,7 +193,7 @@ class Fragment(BucketExchange):
         with torch.no_grad():
             for bucket, i, row in self._places():
                 unsent = row.part.data.to(row.anchor) - self._start(bucket, i, row)
-                anchor, velocity = self.outer.moved(row.anchor, row.velocity, bucket.deliver(i, _MEAN))
+                anchor, velocity = self.outer.moved(row.anchor, row.velocity, bucket.deliver(i, _MEAN), self.growth)
                 row.anchor.copy_(anchor)
                 if row.velocity is not None and velocity is not None:
                     row.velocity.copy_(velocity)
@@ -196,13 +206,15 @@ class Fragment(BucketExchange):
 
     def send(self, groups: int) -> None:
         """Start sending this rank's progress from the anchor, without waiting for other ranks. Call after `merge`."""
+        growth = self.rate / self.rate_before if self.rate > 0 and self.rate_before > 0 else 1.0
+        self.rate_before, self.rate = self.rate, 0.0
         with torch.no_grad():
             for bucket, i, row in self._places():
                 progress = row.part.data.to(row.anchor) - row.anchor
                 bucket.views[_OWN][i].copy_(progress, non_blocking=True)
-                ahead, _ = self.outer.moved(row.anchor, row.velocity, progress)
+                ahead, _ = self.outer.moved(row.anchor, row.velocity, progress, growth)
                 row.part.data.copy_(ahead)
-        self._send(groups, settles=False)
+        self._send(groups, settles=False, growth=growth)
 
     def settle(self, groups: int) -> None:
         """Set the weights to their mean over all ranks immediately, and begin a round there. Progress that low-rank
@@ -219,7 +231,7 @@ class Fragment(BucketExchange):
                     if row.velocity is not None and self.replaced:
                         row.velocity.zero_()
                     elif row.velocity is not None and self._works:
-                        row.velocity.mul_(self.outer.momentum).add_(bucket.deliver(i, _MEAN))
+                        row.velocity.mul_(self.outer.momentum * self.growth).add_(bucket.deliver(i, _MEAN))
                     own = row.part.data
                     owed = form.owes(i) if isinstance(form, LowRank) and not self.replaced else None
                     if owed is not None:
@@ -236,6 +248,7 @@ class Fragment(BucketExchange):
                     row.part.data.copy_(row.anchor)
             self._end()
         self.replaced = False
+        self.rate = 0.0
         self.forget_residuals()
 
     # Recovery after ranks were lost ----------------------------------------------------------------------------
@@ -280,7 +293,7 @@ class Fragment(BucketExchange):
             if self.replaced:
                 anchor, velocity = _wide(row.part), None if velocity is None else torch.zeros_like(velocity)
             elif self._works:
-                velocity = self.outer.velocity(velocity, bucket.deliver(i, _OWN))
+                velocity = self.outer.velocity(velocity, bucket.deliver(i, _OWN), self.sent.growth)
             yield row, anchor, velocity
 
     def observe(self) -> dict[str, Any]:
@@ -288,12 +301,14 @@ class Fragment(BucketExchange):
         what compression has lost so far. The tensors are no copies and stay in use."""
         return {
             "round": [self.since, self.every, self.next_every, self.overlap, self.took],
+            "rates": [self.rate, self.rate_before],
             "owes": [None if form is None else form.observe() for form in self._forms],
         }
 
     def restore(self, own: Mapping[str, Any]) -> None:
         """Continue bit for bit from a snapshot. own: the value that `observe` returned."""
         self.since, self.every, self.next_every, self.overlap, self.took = own["round"]
+        self.rate, self.rate_before = own["rates"]
         for form, owed in zip(self._forms, own["owes"], strict=True):
             if form is not None and owed is not None:
                 form.restore(owed)
@@ -314,11 +329,11 @@ class Fragment(BucketExchange):
         memory."""
         if not self._works:
             return row.anchor
-        start, _ = self.outer.moved(row.anchor, row.velocity, bucket.deliver(index, _OWN))
+        start, _ = self.outer.moved(row.anchor, row.velocity, bucket.deliver(index, _OWN), self.sent.growth)
         return start.to(row.part.dtype).to(start.dtype)
 
-    def _send(self, groups: int, *, settles: bool) -> None:
-        self.sent = Told(self._layout, self.sent.number + 1, settles, groups, self.took, self.next_every)
+    def _send(self, groups: int, *, settles: bool, growth: float = 1.0) -> None:
+        self.sent = Told(self._layout, self.sent.number + 1, settles, groups, self.took, self.next_every, growth)
         self.began = perf_counter()
         self._works, self._second_works = [], []
         self._launch_all()
