@@ -6,10 +6,11 @@ import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import torch
 
+from dadt.algorithms.local.finish import LocalFinalAverage
 from dadt.algorithms.local.moments import SHARED, RoundMoments
 from dadt.algorithms.local.outer import Fragment, Outer, parts
 from dadt.algorithms.local.pace import Pace
@@ -151,6 +152,7 @@ class Local(Sync):
         """Begin rounds in which each rank trains alone, from weights that are equal on all ranks."""
         a = self.attachment
         self._moments.share()
+        self._pace.foresee()
         self._divide()
         for module in a.modules:
             # Each rank's BatchNorm statistics will belong to its own weights, so averages of the last synchronous step,
@@ -375,32 +377,6 @@ class Local(Sync):
             super().restore(own)
         for number, fragment in own.get("fragments", {}).items():
             self._fragments[number].restore(fragment)
-
-
-class LocalFinalAverage:
-    """The last exact average of all ranks' weights, at the end of the process, if the optimizer still exists on all
-    ranks."""
-
-    def __init__(self, attachment: Attachment) -> None:
-        # The reference is weak, because the optimizer may be garbage collected long before the end, at a different time
-        # on each rank.
-        self._attachment = weakref.ref(attachment)
-        self._name = f"local, the end{attachment.name}"
-        self.rounds = False
-        """Whether this rank has taken steps alone."""
-        self.trained: list[weakref.ref[torch.Tensor]] = []
-        """The optimizer's parameters, still known after the optimizer is garbage collected."""
-        self._ranks = attachment.ranks
-
-    def __call__(self) -> None:
-        a = self._attachment()
-        # Keep the optimizer alive, since it could be garbage collected during the wait.
-        optimizer = a._optimizer() if a is not None else None
-        mine = a is not None and optimizer is not None and not a.algorithm.averages
-        work = self._ranks.allgather(self._name, bytes([mine]))
-        self._ranks.wait(work)
-        if a is not None and all(lane == b"\x01" for lane in work.lanes):
-            cast("Local", a.algorithm).settle()
 
 
 def _megabytes(size: float) -> str:

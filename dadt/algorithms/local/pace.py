@@ -28,6 +28,9 @@ class Pace:
         exchange took."""
         self._chosen = False
         """Whether the length of rounds was chosen by `choose`."""
+        self._first: int | None = None
+        """Number of steps for which the first exchanges may run in the background, equal on all ranks; None if it is
+        half a round."""
 
     @property
     def measured(self) -> bool:
@@ -44,6 +47,16 @@ class Pace:
         if at_once and self._fixed is None:
             self._fixed = 0
 
+    def foresee(self) -> None:
+        """Let the first exchanges run in the background for as many steps as the averages of the synchronous steps
+        took. All ranks call this together."""
+        a, measure = self._attachment, self._attachment.measure
+        if self._fixed is not None or self.measured or a.ranks.device is not None:
+            return
+        known = measure.exchange and measure.compute
+        mine = overlap_of(measure.exchange, measure.compute, self.every) if known else self.longest
+        self._first = min(a.ranks.collect(f"local, the first exchange{a.name}", mine))
+
     @property
     def longest(self) -> int:
         """Largest number of steps that may run while an exchange is in the background, which is half a round. An
@@ -53,7 +66,8 @@ class Pace:
     def begin(self, fragment: Fragment, number: int, steps: int) -> None:
         """Begin the rounds of a new fragment. steps: number of steps that this rank has taken alone."""
         fragment.every = fragment.next_every = 1 if self.measured else self.every
-        fragment.overlap = fragment.took = min(1, self.longest) if self.measured else self.longest
+        first = self.longest if self._first is None else self._first
+        fragment.overlap = fragment.took = min(1, self.longest) if self.measured else first
         offset = number * fragment.every // self._attachment.ranks.config.fragments
         fragment.since = (steps - offset) % fragment.every
 
