@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, cast
+from typing import Any
 
 import torch
 
 from dadt.train.attachment import Attachment
-
-if TYPE_CHECKING:
-    from dadt.algorithms.local.local import Local
 
 
 class LocalFinalAverage:
@@ -36,4 +33,5 @@ class LocalFinalAverage:
         work = self._ranks.allgather(self._name, bytes([mine]))
         self._ranks.wait(work)
         if a is not None and all(lane == b"\x01" for lane in work.lanes):
-            cast("Local", a.algorithm).settle()
+            algorithm: Any = a.algorithm  # Local, which imports this module
+            algorithm.settle()
