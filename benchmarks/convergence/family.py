@@ -118,15 +118,16 @@ def both_digits() -> tuple[Dataset[Any], Dataset[Any]]:
     return digits("train"), digits("t10k")
 
 
-texts = (shakespeare, 16, 600, (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2), False, 0.1)
+TEXTS = (shakespeare, 16, 600, (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2), False, 0.1)
+"""Data, joint batch, steps, rates and schedule of the families that read letters."""
 FAMILIES = {
     family.name: family
     for family in (
         Family("cnn", cnn, momentum, both_digits, 128, 300, (0.025, 0.05, 0.1, 0.2, 0.4, 0.8), True),
         Family("mlp", perceptron, adam, both_digits, 128, 300, (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), True),
         Family("mlp-sgd", perceptron, momentum, both_digits, 128, 300, (0.025, 0.05, 0.1, 0.2, 0.4, 0.8), True),
-        Family("gpt", GPT, adamw_alone, *texts),
-        Family("gpt-muon", GPT, muon, *texts),
-        Family("gpt-10m", partial(GPT, 320, 5, 8), adamw_alone, *texts),
+        Family("gpt", GPT, adamw_alone, *TEXTS),
+        Family("gpt-muon", GPT, muon, *TEXTS),
+        Family("gpt-10m", partial(GPT, 320, 5, 8), adamw_alone, *TEXTS),
     )
 }

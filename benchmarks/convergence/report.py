@@ -185,7 +185,7 @@ def sweeps(results: Results) -> str:
                 for run, outcome in results.items()
                 if run.seed in SWEEP_SEEDS and (run.family, run.rate, run.method) == (family.name, rate, "sync")
             ]
-            if found:
+            if len(found) == len(SWEEP_SEEDS):
                 lines.append([family.name, f"{rate:g}", f"{statistics.fmean(found):.4f}"])
     return markdown(["family", "rate", "sync"], lines)
 

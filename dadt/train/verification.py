@@ -116,12 +116,17 @@ class Verification:
 
     def checksums(self, attachment: Attachment) -> list[int]:
         """Return the checksums of this rank's current replica."""
-        self._frozen.pop(attachment, None)  # a rank that joins has no checksums yet, so all ranks compute theirs again
+        self.forget(attachment)  # a rank that joins has no checksums yet, so all ranks compute theirs again
         return self._checksums(attachment)
 
+    def forget(self, attachment: Attachment) -> None:
+        """Forget the checksums of frozen parameters, since this rank takes over another one's replica."""
+        self._frozen.pop(attachment, None)
+
     def compare(self, attachment: Attachment) -> list[list[int]]:
-        """Return the checksums of each rank's current replica. Waits for all ranks."""
-        mine = json.dumps(self.checksums(attachment)).encode()
+        """Return the checksums of each rank's current replica. Waits for all ranks. Those of frozen parameters are the
+        ones that `checksums` has computed, unless they were changed or forgotten since."""
+        mine = json.dumps(self._checksums(attachment)).encode()
         return [json.loads(lane) for lane in self._ranks.tell(f"replicas{attachment.name}", mine)]
 
     def repair(self, attachment: Attachment, every: Sequence[Sequence[int]], when: str = "") -> None:
@@ -131,7 +136,7 @@ class Verification:
         verdict = judge(every)
         if verdict.wrong:
             behind = self._ranks.group.rank in verdict.wrong
-            self._frozen.pop(attachment, None)
+            self.forget(attachment)
             self._replicas.catch_up(attachment, verdict.right, behind=behind)
             members = self._ranks.members
             self._report(attachment, every, f"{when}: it takes over that of rank {members[verdict.right]}")

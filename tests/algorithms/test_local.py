@@ -344,6 +344,29 @@ def test_an_overlap_that_is_none_is_refused() -> None:
             Config(overlap_steps=text)
 
 
+FIRST = """
+    import gc, time
+    from dadt.algorithms.local.outer import Fragment
+    from harness import rounds as t
+    model = t.mlp()
+    optimizer = t.optimizer(model)
+    for step in range(14):
+        time.sleep(0.02)
+        t.backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    report([each.overlap for each in gc.get_objects() if type(each) is Fragment])
+"""
+
+
+def test_the_first_mean_is_as_late_as_averages_of_the_synchronous_steps_were(dadt_run) -> None:
+    """They are much faster than a step here, and half a round has four."""
+    options = ["--algorithm", "local", "--warmup-steps", "12", "--sync-every", "8"]
+    first, second = dadt_run(FIRST, *options).ranks
+    assert first == second
+    assert first[0] <= 1
+
+
 EARLY = """
     from harness import rounds as t
     model = t.mlp()

@@ -97,8 +97,8 @@ def test_two_workers_have_the_bits_of_the_simulator(tmp_path: Path, family: str,
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     ("family", "method"),
-    # The simulator cannot predict a step of Muon.
-    [(f, m) for f in FAMILIES for m in ("sync", "plain", "pipe") if (f, m) != ("gpt-muon", "pipe")],
+    # The simulator cannot predict a step of Muon. The larger GPT differs from the other in its size alone.
+    [(f, m) for f in FAMILIES for m in ("sync", "plain", "pipe") if (f, m) != ("gpt-muon", "pipe") and f != "gpt-10m"],
 )
 def test_whole_trainings_have_the_bits_of_the_simulator(tmp_path: Path, family: str, method: str, ranks: int) -> None:
     flags = {"sync": ["--algorithm", "sync"], "plain": ["--predict", "0"], "pipe": []}[method]

@@ -74,7 +74,7 @@ SHOWN = {
             Choice("pipe", "momentum:2"): 0.0148,
             Choice("pipe", "momentum:1"): 0.0191,
             Choice("local", "int4", 4): 0.013,
-            Choice("local", "int4", 8): 0.031,
+            Choice("local", "int4", 8): 0.0342,
         },
         0.167,
         at_once=True,

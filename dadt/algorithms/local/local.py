@@ -205,6 +205,7 @@ class Local(Sync):
         self._settle(self._fragments.values())
         new = [p for p in self.attachment.parameters if id(p) not in velocities]
         self._average("new parameters", new)
+        self._pace.foresee()  # a rank that has joined meanwhile does not know what the others foresaw
         self._divide()
         for number, fragment in self._fragments.items():
             fragment.rate_before = rates.get(number, 0.0)

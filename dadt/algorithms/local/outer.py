@@ -181,9 +181,8 @@ class Fragment(BucketExchange):
                     cause = "load_state_dict() was not called on all of them"
                 raise Mismatch(f"{self._works[-1].name}: rank 0 {_told(told[0])}, rank {rank} {_told(theirs)}: {cause}")
         self.differ = len({each.groups for each in told}) > 1
-        # An exchange takes as long as on the rank that has sent last: the others have also waited for that rank.
-        self.overlap = min(each.overlap for each in told)
-        self.every = min(each.every for each in told)
+        self.overlap = max(each.overlap for each in told)
+        self.every = max(each.every for each in told)
         self.growth = told[0].growth
 
     def merge(self) -> None:

@@ -48,14 +48,14 @@ class Pace:
             self._fixed = 0
 
     def foresee(self) -> None:
-        """Let the first exchanges run in the background for as many steps as the averages of the synchronous steps
-        took. All ranks call this together."""
+        """Let the first exchanges of new fragments run in the background for as many steps as earlier averages took.
+        All ranks call this together."""
         a, measure = self._attachment, self._attachment.measure
         if self._fixed is not None or self.measured or a.ranks.device is not None:
             return
         known = measure.exchange and measure.compute
         mine = overlap_of(measure.exchange, measure.compute, self.every) if known else self.longest
-        self._first = min(a.ranks.collect(f"local, the first exchange{a.name}", mine))
+        self._first = max(a.ranks.collect(f"local, the first exchange{a.name}", mine))
 
     @property
     def longest(self) -> int:

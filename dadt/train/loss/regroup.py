@@ -10,7 +10,7 @@ ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import torch
@@ -50,7 +50,10 @@ def regroup(
     if course.greeter is not None and not equal:
         _welcome(ranks, replicas, told, course.greeter)
     for index, root, behind in course.catch_ups:
-        replicas.catch_up(list(attachments)[index], root, behind=ranks.group.rank in behind)
+        late, is_behind = list(attachments)[index], ranks.group.rank in behind
+        if is_behind:
+            verification.forget(late)
+        replicas.catch_up(late, root, behind=is_behind)
     again = _settle(ranks, course, joins=mine.joins)
     for a, averaged in zip(started, course.furthest, strict=False):
         if (exchange := a.lockstep.regroup(averaged, course.repeats)) is not None:
@@ -60,7 +63,7 @@ def regroup(
     if equal:
         # Ranks that are equally far have told their checksums with their positions.
         every = [p.replicas for p in told] if course.level else None
-        _compare(ranks, attachments if every is None else started, verification, every)
+        _compare(ranks, started, verification, every)
     for each in sorted(again, key=lambda each: each.began):
         if isinstance(each, Gathering):
             each.launch(ranks.engine)
@@ -129,7 +132,7 @@ def _settle(ranks: Ranks, course: Course, *, joins: bool) -> list[Gathering | Re
 
 def _compare(
     ranks: Ranks,
-    attachments: Iterable[Attachment],
+    attachments: Sequence[Attachment],
     verification: Verification,
     told: Sequence[Sequence[Sequence[int]]] | None,
 ) -> None:
