@@ -651,6 +651,23 @@ def foresee(
     sources: one list of addresses per source, 0 if that source lacks the tensor. At least one source must have it.
     """
 
+class MomentStep:
+    """Factors of Adam's next step t. fresh: 1 - beta1. rest: 1 - beta2^t, by which Adam divides v. growth: by how much
+    this has grown since the step before."""
+
+    def __init__(self, *, fresh: float, beta2: float, rest: float, growth: float) -> None: ...
+
+def confine(
+    dtype: DType,
+    counts: Sequence[int],
+    squares: Sequence[int],
+    momenta: Sequence[int],
+    gradients: Sequence[int],
+    step: MomentStep,
+) -> None:
+    """Set each second moment v to (max(v * growth, m^2 * rest) - (1 - beta2) * gradient^2) / beta2, in one pass over
+    memory, where m is the momentum after Adam's coming step. Releases the GIL."""
+
 def compress(codec: Codec, source: int, count: int, wire: int, owed: int = 0, keep: float = 1.0) -> None:
     """Compress `count` float32 values to the address `wire`, in whole blocks. owed: as for Engine.allreduce. Releases
     the GIL."""

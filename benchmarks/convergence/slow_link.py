@@ -3,7 +3,7 @@ benchmarks.convergence.slow_link
 
 DDP over Gloo sets the target: 5 % above its final loss, since validation losses near the end differ by about as much.
 Each method, DDP included, gets the shortest schedule with which it reaches the target, since many cheap steps may be
-worth more than few expensive ones. Seconds count from the first step and include the validations.
+worth more than few expensive ones. Seconds count from before the ranks connect, and include the validations.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ def main() -> None:
     family = dataclasses.replace(family, steps=options.steps or family.steps, batch=options.batch or family.batch)
     model, optimizers, schedules = family.begin(options.seed, options.rate)
     trained = model
+    begun = time.monotonic()  # ranks connect in what follows, those of dadt run in the first step
     if options.ddp:
         torch.distributed.init_process_group("gloo")
         trained = nn.parallel.DistributedDataParallel(model)
@@ -80,7 +81,6 @@ def main() -> None:
     losses: list[float] = []
     times: list[float] = []
     looks: list[tuple[int, float, float]] = []
-    begun = time.monotonic()
     for step, batch in enumerate(family.batches(options.seed), 1):
         for optimizer in optimizers:
             optimizer.zero_grad()

@@ -64,7 +64,7 @@ TARGETS = (
         for name in ("hosts-4x1", "hosts-2x2")
         for target in ((name, DDP, 1.15), (name, BF16, 1.1, "pipe+bf16"), (name, PLAIN, 0.85))
     ),
-    *(Target(name, ("DDP",), 5.0, "auto") for name in SLOW_LINKS),
+    *(Target(name, ("DDP",), least, "auto") for name, least in zip(SLOW_LINKS, (12.0, 10.0), strict=True)),
     *(Target(f"auto-{place}", BY_HAND, 1 / CLOSE, "auto", optional=True) for place in PLACES),
 )
 

@@ -60,6 +60,19 @@ void foresee_all(DType dtype, const std::vector<size_t>& counts, const Addresses
   }
 }
 
+void confine(DType dtype, const std::vector<size_t>& counts, const Addresses& squares,
+             const Addresses& momenta, const Addresses& gradients, const MomentStep& step) {
+  check_pairs(counts, squares, momenta);
+  check_pairs(counts, gradients, gradients);
+  const auto loop = kernels().confine[static_cast<int>(dtype)];
+  if (loop == nullptr) no_float(dtype);
+  const Unlock unlocked;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    loop(reinterpret_cast<void*>(squares[i]), reinterpret_cast<const void*>(momenta[i]),
+         reinterpret_cast<const void*>(gradients[i]), step, counts[i]);
+  }
+}
+
 void reduce_sources(DType dtype, Reduction reduction, uintptr_t destination, const Addresses& sources,
                     const std::optional<std::vector<double>>& weights, double divisor, size_t count) {
   if (sources.empty() || (weights && weights->size() != sources.size())) {
@@ -88,6 +101,12 @@ void bind_kernels(py::module_& module) {
            }),
            py::kw_only(), "momentum"_a, "gradient"_a, "decay"_a, "keep"_a, "square"_a, "squared"_a, "root"_a,
            "epsilon"_a);
+  py::class_<MomentStep>(module, "MomentStep")
+      .def(py::init([](double fresh, double beta2, double rest, double growth) {
+             return MomentStep{fresh, beta2, rest, growth};
+           }),
+           py::kw_only(), "fresh"_a, "beta2"_a, "rest"_a, "growth"_a);
+  module.def("confine", &confine, "dtype"_a, "counts"_a, "squares"_a, "momenta"_a, "gradients"_a, "step"_a);
   module.def("foresee", &foresee_all, "dtype"_a, "counts"_a, "parameters"_a, "ahead"_a, "momenta"_a,
              "squares"_a, "step"_a, "sources"_a, "weights"_a);
 }

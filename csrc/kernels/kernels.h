@@ -16,6 +16,13 @@ struct NextStep {
   double momentum, gradient, decay, keep, square, squared, root, epsilon;
 };
 
+// Factors of Adam's next step t, with which its second moment becomes at least the square of its momentum.
+// fresh: 1 - beta1. rest: 1 - beta2^t, by which Adam divides the second moment. growth: by how much that has
+// grown since the step before.
+struct MomentStep {
+  double fresh, beta2, rest, growth;
+};
+
 // A table of loops over memory for one instruction set. The tables of all instruction sets give the same
 // bits. Counts are in elements; addresses need only the alignment of their elements.
 struct Kernels {
@@ -36,6 +43,11 @@ struct Kernels {
   // null. stream: as in Reduce. There is no such loop (null) for integers.
   using Foresee = void (*)(const void* parameter, const void* expected, void* ahead, const void* momentum,
                            const void* square, const NextStep& step, size_t count, bool stream);
+  // Sets square to (max(square * growth, m * m * rest) - (1 - beta2) * gradient^2) / beta2, where m is the
+  // momentum after the coming step, so that this step makes it max(square * growth, m * m * rest). There is
+  // no such loop (null) for integers.
+  using Confine = void (*)(void* square, const void* momentum, const void* gradient, const MomentStep& step,
+                           size_t count);
   // Copies source to destination, past the cache if `stream`.
   using Copy = void (*)(void* destination, const void* source, size_t bytes, bool stream);
 
@@ -60,6 +72,7 @@ struct Kernels {
   Scale scale[kDTypes];
   Predict predict[kDTypes];
   Foresee foresee[kDTypes];
+  Confine confine[kDTypes];
   Copy copy;
   Encode encode[kCodecs];  // null for Codec::kNone
   Decode decode[kCodecs];

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <array>
+
 // The loops in the tables of kernels, written once for the vector types `F32` and `F64`, which the including
 // file defines for its instruction set, with kWidth, load, store, stream, fill, +, *, /, root, lesser and
 // greater. For the reason of the unnamed namespace see number.h.
@@ -266,6 +268,34 @@ void foresee_float(const void* parameter, const void* expected, void* ahead, con
   }
 }
 
+template <typename T>
+void confine_float(void* square, const void* momentum, const void* gradient, const MomentStep& step,
+                   size_t count) {
+  using Scalar = typename Accumulator<T>::Scalar;
+  using Vector = typename Accumulator<T>::Vector;
+  T* to = static_cast<T*>(square);
+  const T* m = static_cast<const T*>(momentum);
+  const T* g = static_cast<const T*>(gradient);
+  const Scalar keep = static_cast<Scalar>(1 - step.fresh), fresh = static_cast<Scalar>(step.fresh);
+  const Scalar beta2 = static_cast<Scalar>(step.beta2), less = static_cast<Scalar>(step.beta2 - 1);
+  const Scalar rest = static_cast<Scalar>(step.rest), growth = static_cast<Scalar>(step.growth);
+  const auto confined = [](auto v, auto first, auto grad, auto... f) {
+    const auto [keep_, fresh_, rest_, growth_, less_, beta2_] = std::array{f...};
+    const auto after = first * keep_ + grad * fresh_;
+    return (greater(v * growth_, after * after * rest_) + grad * grad * less_) / beta2_;
+  };
+  size_t i = 0;
+  for (; i + Vector::kWidth <= count; i += Vector::kWidth) {
+    confined(Vector::load(to + i), Vector::load(m + i), Vector::load(g + i), Vector::fill(keep),
+             Vector::fill(fresh), Vector::fill(rest), Vector::fill(growth), Vector::fill(less),
+             Vector::fill(beta2))
+        .store(to + i);
+  }
+  for (; i < count; ++i) {
+    narrow(confined(widen(to[i]), widen(m[i]), widen(g[i]), keep, fresh, rest, growth, less, beta2), to + i);
+  }
+}
+
 void copy_bytes(void* destination, const void* source, size_t bytes, bool stream) {
   if (!stream || reinterpret_cast<uintptr_t>(destination) % sizeof(float) != 0) {
     std::memcpy(destination, source, bytes);
@@ -304,6 +334,7 @@ constexpr Kernels make_kernels(const char* name) {
                   scale_integer<int8_t>, scale_integer<uint8_t>},
                  {predict_float<float>, predict_float<double>, predict_float<Half>, predict_float<BFloat>},
                  {foresee_float<float>, foresee_float<double>, foresee_float<Half>, foresee_float<BFloat>},
+                 {confine_float<float>, confine_float<double>, confine_float<Half>, confine_float<BFloat>},
                  copy_bytes,
                  {nullptr, encode_short<BFloat>, encode_short<Half>, encode_integers<Int8>,
                   encode_integers<Int4>, encode_bits<Bits2>, encode_bits<Bits1>},

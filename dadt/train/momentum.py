@@ -25,6 +25,7 @@ import torch
 from dadt.comm.bucket import Bucket, Staged
 from dadt.comm.compression import OF_MOMENTUM
 from dadt.train.algorithm import Attached
+from dadt.train.confine import confine
 from dadt.train.moment import Moment, beside, moments_of, unsuited
 from dadt.train.optimizers import Optimizers
 from dadt.train.own_moments import REFRESH, OwnMoments
@@ -214,22 +215,8 @@ class Momentum:
             if not moment.beta2 or not there:
                 continue
             states = [self._state(p) for p in there]
-            squares = [s["exp_avg_sq"] for s in states]
             gradients = [p.grad if scale is None else p.grad / scale.to(p.device) for p in there if p.grad is not None]
-            if moment.decay:
-                gradients = list(torch._foreach_add(gradients, there, alpha=moment.sign * moment.decay))
-            if moment.sign < 0:
-                gradients = list(torch._foreach_neg(gradients))
-            # The optimizer divides v by 1 - beta2^t, which grows with each step. So v is multiplied by the growth,
-            # which leaves the quotient unchanged.
-            rest = [1 - moment.beta2 ** (s["step"] + 1) for s in states]
-            before = [1 - moment.beta2 ** s["step"] for s in states]
-            after = list(torch._foreach_lerp([s[moment.first] for s in states], gradients, moment.new))
-            for v, m, g, now, was in zip(squares, after, gradients, rest, before, strict=True):
-                least = m.square_().mul_(beside(now, m))
-                kept = torch.maximum(v * beside(now / was, v), least)
-                kept.addcmul_(g, g, value=moment.beta2 - 1).div_(moment.beta2)
-                v.copy_(kept if found is None else torch.where(found.to(v.device) > 0, v, kept))
+            confine(moment, there, states, gradients, found)
 
     # The change from gradients to momentum, and refreshes of v ---------------------------------------------------
 

@@ -38,6 +38,8 @@ class AdviceRow:
     compression: str
     sync_every: int
     """Number of steps of a round of `local`; 0 with other algorithms."""
+    at_once: bool
+    """Whether ranks wait for each mean of `local`."""
     loss: float | None
     """Loss above that of `sync` that docs/results/accuracy.md shows; None if it shows none for this optimizer."""
     steps_per_second: dict[int, float]
@@ -137,6 +139,7 @@ def _results(
             way.algorithm,
             way.compression,
             way.every,
+            way.at_once,
             shown.costs.get(way),
             dict(zip(counts, predicted[way], strict=True)),
             [count for count in counts if marked[count] == way],

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from dadt.algorithms.auto.ways import SHOWN, Choice
+from dadt.algorithms.auto.ways import Choice
 from dadt.comm.compression import OF_MOMENTUM
 from dadt.errors import ConfigError
 from dadt_cli.bench import cost, probe
@@ -154,25 +154,24 @@ def check(
     executor, which transfers nothing. The compute time measured with the null executor is used in the prediction, so
     that prediction and measurement see the same load of the machine.
     """
-    checked, shown = [], SHOWN[task.optimizer]
+    checked = []
     for algorithm, every in dict.fromkeys((way.algorithm, way.every or figures.sync_every) for way in ways):
         with _party(task, location, ranks, _alone(algorithm, every)) as alone:
             for way in (way for way in ways if (way.algorithm, way.every or figures.sync_every) == (algorithm, every)):
                 tell(f"{way} trains")
-                waits = cost.waits(way, shown)
                 share = CHECK_SECONDS / CHECK_TURNS
-                steps = _steps(algorithm, share / cost.seconds(figures, way, hosts, at_once=waits), every)
+                steps = _steps(algorithm, share / cost.seconds(figures, way, hosts), every)
                 least = _steps(algorithm, share / 2 / figures.compute[algorithm], every)
                 # `local` averages weights once in `every` steps, and its first average may come earlier, so the first
                 # `every` steps are not counted.
                 lead = every if algorithm == "local" else LEAD
-                with _party(task, location, ranks, cost.options(way, at_once=waits)) as party:
+                with _party(task, location, ranks, cost.options(way)) as party:
                     if way.compression in OF_MOMENTUM:
                         party.train(0, BEGINNING)  # gradients are sent at first
                     turns = [(_turn(alone, least, LEAD), _turn(party, steps, lead)) for _ in range(CHECK_TURNS)]
                 compute, seconds = (statistics.median(column) for column in zip(*turns, strict=True))
                 then = replace(figures, compute={algorithm: _unpacked(figures, algorithm, compute)})
-                checked.append(Checked(way, 1.0 / cost.seconds(then, way, hosts, at_once=waits), 1.0 / seconds))
+                checked.append(Checked(way, 1.0 / cost.seconds(then, way, hosts), 1.0 / seconds))
     return checked
 
 

@@ -142,9 +142,10 @@ class MeasuredCosts:
         return sum(bucket.bytes for bucket in self.buckets)
 
 
-def options(way: Choice, *, at_once: bool) -> list[str]:
-    """Return options of `dadt run` that choose this way. at_once: whether `local` waits for its averages."""
-    rounds = ["--sync-every", str(way.every), *(["--overlap-steps", "0"] if at_once else [])] if way.every else []
+def options(way: Choice) -> list[str]:
+    """Return options of `dadt run` that choose this way."""
+    rounds = ["--sync-every", str(way.every)] if way.every else []
+    rounds += ["--overlap-steps", "0"] if way.at_once else []
     return ["--algorithm", way.algorithm, "--compression", way.compression, *rounds]
 
 
@@ -176,11 +177,10 @@ def allreduce(figures: MeasuredCosts, size: int, compression: str, hosts: int) -
     return own + chunks * steps * network.alpha + 2 * (hosts - 1) / hosts * wire / network.bandwidth
 
 
-def seconds(figures: MeasuredCosts, way: Choice, hosts: int, *, at_once: bool = False) -> float:
-    """Return the predicted seconds of one training step on `hosts` hosts. at_once: whether `local` waits for its
-    averages."""
+def seconds(figures: MeasuredCosts, way: Choice, hosts: int) -> float:
+    """Return the predicted seconds of one training step on `hosts` hosts."""
     if way.algorithm == "local":
-        return _local(figures, way, hosts, at_once=at_once)
+        return _local(figures, way, hosts)
     predict = {"sync": _sync, "pipe": _pipe, "gossip": _gossip}[way.algorithm]
     return predict(figures, way.compression, hosts)
 
@@ -189,12 +189,7 @@ def rates(figures: MeasuredCosts, hosts: Sequence[int], shown: Shown) -> dict[Ch
     """Return the predicted steps per second of each way, for each number of hosts. shown: what is known of the
     optimizer."""
     ways = ways_of(figures.sync_every, shown)
-    return {way: [1.0 / seconds(figures, way, count, at_once=waits(way, shown)) for count in hosts] for way in ways}
-
-
-def waits(way: Choice, shown: Shown) -> bool:
-    """Return whether `auto` would have ranks wait for the averages of `local` in this way."""
-    return shown.at_once and way in shown.costs
+    return {way: [1.0 / seconds(figures, way, count) for count in hosts] for way in ways}
 
 
 def best(found: Mapping[Choice, float], shown: Shown) -> Choice:
@@ -228,14 +223,14 @@ def _pipe(figures: MeasuredCosts, compression: str, hosts: int) -> float:
     return max(compute + _stolen(figures, figures.bytes, codec), exchange)
 
 
-def _local(figures: MeasuredCosts, way: Choice, hosts: int, *, at_once: bool) -> float:
+def _local(figures: MeasuredCosts, way: Choice, hosts: int) -> float:
     """Predict the seconds of a step of `local`. PowerSGD averages two factors, and the second one only when the average
     of the weights is applied, so the training waits for the second."""
     compute, every = figures.compute["local"], way.every or figures.sync_every
     codec, low_rank = _codec(way.compression)
     exchange = _weights(figures, way.compression, hosts)
     stolen = _stolen(figures, figures.bytes, codec)
-    hidden = 0.0 if at_once else (every + 1) // 2 * compute
+    hidden = 0.0 if way.at_once else (every + 1) // 2 * compute
     round_ = every * compute + max(stolen, exchange - hidden)
     return (round_ + (figures.low_rank + _second(figures, hosts) if low_rank else 0.0)) / every
 

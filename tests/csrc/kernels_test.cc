@@ -323,6 +323,29 @@ TEST(Kernels, ForeseeIsTheNextStep) {
   }
 }
 
+TEST(Kernels, ConfineLeavesTheSecondMomentAtLeastTheSquareOfTheMomentum) {
+  const MomentStep step{0.1, 0.95, 0.25, 1.5};
+  for (const Kernels* table : tables()) {
+    std::vector<float> square = {4, 0.01f, 0};
+    const std::vector<float> momentum = {1, 2, 0}, gradient = {2, -1, 0};
+    table->confine[0](square.data(), momentum.data(), gradient.data(), step, 3);
+    const double after[] = {6, 1.7 * 1.7 * 0.25, 0};
+    for (size_t i = 0; i < 3; ++i) {
+      const double adams = 0.95 * square[i] + 0.05 * gradient[i] * gradient[i];
+      EXPECT_NEAR(adams, after[i], 1e-6) << table->name;
+    }
+    for (DType dtype : kFloats) {
+      const int d = static_cast<int>(dtype);
+      Numbers v(dtype, 101, 1), want(dtype, 101, 1), m(dtype, 101, 2), g(dtype, 101, 3);
+      const Numbers before(dtype, 101, 1);
+      scalar_kernels()->confine[d](want.data(), m.data(), g.data(), step, 101);
+      table->confine[d](v.data(), m.data(), g.data(), step, 101);
+      EXPECT_TRUE(v == want) << table->name << " " << dtype_name(dtype);
+      EXPECT_FALSE(v == before) << table->name << " " << dtype_name(dtype);
+    }
+  }
+}
+
 TEST(Kernels, ForeseeSumsWhatIsExpectedBlockByBlock) {
   const NextStep step{-0.09, -0.1, 0.01, 0.999, 0, 0, 0, 0};
   constexpr size_t kCount = 9001;  // blocks, and a part of one

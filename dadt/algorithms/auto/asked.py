@@ -76,7 +76,5 @@ def shape(a: Attachment, sizes: Sequence[int]) -> Shape:
     # With several optimizers no bucket is sent before the optimizer step, so all buckets count as a single one.
     sizes = sizes if a.optimizers.trains_one else [sum(sizes)]
     overlap = None if config.overlap_steps == "auto" else int(config.overlap_steps)
-    if overlap is None and shown(a).at_once and not given_algorithm(a):
-        overlap = 0
     shares = [size / max(sum(sizes), 1) for size in sizes]
     return Shape(shares, round_steps(config.sync_every), overlap, config.fragments)

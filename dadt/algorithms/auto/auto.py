@@ -32,8 +32,10 @@ from dadt.train.measure import milliseconds
 from dadt.train.restored import RestoredExchange
 
 TRIES = 3
-"""Least number of synchronous steps in which each compression is tried. A compression's first step is slow because it
-allocates buffers, but the median of three steps is not affected."""
+"""Least number of synchronous steps in which each compression is tried."""
+SLOW, FEW = 4.0, 2
+"""A link is slow if an uncompressed exchange takes more than this factor times the time to compute a step; then bytes
+decide, and so many steps of each compression show enough."""
 LATE = 8
 """Number of steps measured after `pipe` was chosen. Their median must confirm the time predicted for `pipe`."""
 
@@ -42,10 +44,12 @@ class Auto(Algorithm):
     """Chooses the algorithm or the compression, whichever the user has set to `auto`, at the end of the synchronous
     warm-up steps.
 
-    The last warm-up steps try compressions, because their cost depends on the processor as well as on the network. In
-    the very last one, the ranks send each other their measured times, and all make the same choice, by the times of the
-    slowest rank. The chosen `sync`, `pipe` or `local` takes over. The cost of `pipe` shows only in steps with late
-    averages: if `pipe` is chosen, its first steps are measured, and all ranks choose once more.
+    The last warm-up steps try compressions, because their cost depends on the processor as well as on the network. On a
+    slow link, where uncompressed steps would take most of a short training, all steps after the second do, most of them
+    with the compression that sends least. In the very last one, the ranks send each other their measured times, and all
+    make the same choice, by the times of the slowest rank. The chosen `sync`, `pipe` or `local` takes over. The cost of
+    `pipe` shows only in steps with late averages: if `pipe` is chosen, its first steps are measured, and all ranks
+    choose once more.
     """
 
     survives = True
@@ -70,7 +74,9 @@ class Auto(Algorithm):
         self._backwards = self._backwards_before = 0
         """Number of backward passes in the last step, and in all steps up to its exchange."""
         self._tried: Sequence[str] = ()
-        """Compressions that are tried in the last warm-up steps."""
+        """Compressions that are tried in the warm-up steps."""
+        self._slow_since = 0
+        """Number of the step from which on compressions are tried because the link is slow; 0 if it is not."""
         self._trained: tuple[Any, ...] = ()
         """Parameters that the script trained in the first step."""
         self._found: Mapping[Choice, float] = {}
@@ -140,6 +146,8 @@ class Auto(Algorithm):
             # are lost.
             sizes = [sum(t.numel() * t.element_size() for t in bucket.parts) for bucket in a.schema.buckets]
             self._gather("times", {"times": asdict(self._times), "sizes": sizes})
+        elif record.steps == 1 and self._tried and not given_compression(a):
+            self._gather("link", record.link)
         self._pipe.apply(exchange)
         record.exchanged(a.compression if a.compresses else "none", exchange.seconds)
 
@@ -154,6 +162,16 @@ class Auto(Algorithm):
     def _try(self) -> None:
         """Set the compression to try in the current warm-up step."""
         a, tried = self.attachment, self._tried
+        if self._slow_since:
+            # What bf16 saves of a slow link, int8 saves twice, for the same loss.
+            few = [name for name in tried if name != "bf16"]
+            name = few[min((a.step - self._slow_since) // FEW, len(few) - 1)]
+            if a.step + 1 >= self._until:
+                # What int4 still owes is sent in 8 bits: uncompressed it would take as long as many steps.
+                name = "int8" if "int8" in few else "none"
+            self.tries = name != "none"
+            self._compress(name)
+            return
         # The times of the last warm-up step would be known only after the ranks have exchanged their times, so this
         # step tries nothing.
         number = len(tried) - max(self._until - a.step - 2, 0) // TRIES - 1
@@ -186,9 +204,19 @@ class Auto(Algorithm):
         a = self.attachment
         if self._told is not None:
             told = [json.loads(lane) for lane in self._told.lanes]
+            if a.step + 1 < self._until:
+                self._see_link(told)
+                return
             self._choose([Times(**each["times"]) for each in told], told[0]["sizes"])
         elif not self._measures and a.step + 1 >= a.warmup_steps:
             self._choose_unmeasured()
+
+    def _see_link(self, told: Sequence[tuple[float, float]]) -> None:
+        """Begin to try compressions if the link is slow. told: each rank's `StepRecord.link`."""
+        self._told = None
+        exchange, compute = map(max, zip(*told, strict=True))
+        if exchange > SLOW * compute:
+            self._slow_since = self.attachment.step + 1
 
     # Choosing an algorithm and compression ---------------------------------------------------------------------
 
@@ -277,7 +305,7 @@ class Auto(Algorithm):
         elif alone:
             a.prediction.end()
             a.switch_to(self._local)
-            self._local.choose(way.compression, way.every, at_once=bool(way.every) and asked.shown(a).at_once)
+            self._local.choose(way.compression, way.every, at_once=way.at_once)
             if not resumed:
                 self._local.begin()
         else:
@@ -286,7 +314,7 @@ class Auto(Algorithm):
     # State in checkpoints --------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        return {**self._pipe.state(), "record": self._record.state()}
+        return {**self._pipe.state(), "record": self._record.state(), "slow since": self._slow_since}
 
     def by_parameter(self, state: dict[str, Any]) -> dict[int, torch.Tensor]:
         return self._local.by_parameter(state)
@@ -310,3 +338,4 @@ class Auto(Algorithm):
         self._pipe.load_state(state)
         if "record" in state:
             self._record.load_state(state["record"])
+        self._slow_since = state.get("slow since", 0)

@@ -65,14 +65,17 @@ class Shape:
     sync_every: int
     """Number of steps of a round of `local`, for ways that leave it to the user."""
     overlap: int | None = None
-    """Number of steps that run while `local` exchanges weights in the background; None for half a round, or a whole one
-    with several fragments."""
+    """Number of steps that the user lets run while `local` exchanges weights in the background; None for half a round,
+    or a whole one with several fragments, in ways that do not wait for each mean."""
     fragments: int = 1
 
-    def hidden(self, every: int) -> int:
-        """Return the number of steps that run behind an exchange of `local` with rounds of `every` steps."""
+    def hidden(self, way: Choice) -> int:
+        """Return the number of steps that run behind an exchange of `local`."""
+        every = way.every or self.sync_every
         if self.overlap is not None:
             return min(self.overlap, every)
+        if way.at_once:
+            return 0
         return every if self.fragments > 1 else (every + 1) // 2
 
 
@@ -101,7 +104,7 @@ def seconds(way: Choice, times: Times, shape: Shape) -> float:
         found = max(times.compute, exchange)
     else:
         every = way.every or shape.sync_every
-        found = times.alone + max(0.0, exchange - shape.hidden(every) * times.alone) / every
+        found = times.alone + max(0.0, exchange - shape.hidden(way) * times.alone) / every
     return max(found, (times.processor + handling / every) / times.cores)
 
 

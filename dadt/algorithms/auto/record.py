@@ -39,6 +39,11 @@ class StepRecord:
         self._since = now
         self.steps += 1
 
+    @property
+    def link(self) -> tuple[float, float]:
+        """The seconds of the first exchange, which is uncompressed, and those computed since it ended."""
+        return self._moving["none"][0], perf_counter() - self._ended
+
     def moving(self, compression: str) -> list[float]:
         """Return the seconds for which each exchange so far with this compression transferred data."""
         return self._moving.get(compression, [])
@@ -46,7 +51,8 @@ class StepRecord:
     def times(self, compute: float, alone: float, cores: float, *, may_part: bool, backwards: int) -> Times:
         processor = statistics.median(self._processor) if self._processor else 0.0
         step, moving, handling = (
-            {name: statistics.median(each) for name, each in found.items() if name in self._step}
+            # A compression's first exchange is slow, as it allocates buffers.
+            {name: statistics.median(each[1:] or each) for name, each in found.items() if name in self._step}
             for found in (self._step, self._moving, self._handling)
         )
         return Times(compute, alone, processor, cores, step, moving, handling, may_part, backwards)

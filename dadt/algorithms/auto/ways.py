@@ -19,9 +19,14 @@ class Choice(NamedTuple):
     every: int = 0
     """Number of steps of a round of `local`; 0 for the value of --sync-every, and with other algorithms."""
 
+    at_once: bool = False
+    """Whether ranks wait for each mean of `local`, unless the user has set --overlap-steps. Otherwise they train on
+    until it has come."""
+
     def __str__(self) -> str:
         name = self.algorithm if self.compression == "none" else f"{self.algorithm} with {self.compression}"
-        return f"{name} every {self.every} steps" if self.every else name
+        rounds = f" every {self.every} steps" if self.every else ""
+        return f"{name}{rounds}{', merged at once' if self.at_once else ''}"
 
 
 class Shown(NamedTuple):
@@ -34,8 +39,6 @@ class Shown(NamedTuple):
     ways are not chosen, as they cost more or were not measured."""
     doubling: float
     """Loss by which this training ends lower if it takes twice as many steps."""
-    at_once: bool
-    """Whether means of `local` are merged at once, since late ones cost more."""
 
 
 SHOWN = {
@@ -58,7 +61,6 @@ SHOWN = {
             Choice("local", "int4", 8): 0.0037,
         },
         0.028,
-        at_once=False,
     ),
     "adam": Shown(
         "the GPT",
@@ -73,11 +75,10 @@ SHOWN = {
             Choice("pipe", "int4"): 0.0148,
             Choice("pipe", "momentum:2"): 0.0148,
             Choice("pipe", "momentum:1"): 0.0191,
-            Choice("local", "int4", 4): 0.013,
-            Choice("local", "int4", 8): 0.0342,
+            Choice("local", "int4", 4, at_once=True): 0.013,
+            Choice("local", "int4", 8, at_once=True): 0.0342,
         },
         0.167,
-        at_once=True,
     ),
 }
 """What `auto` counts on, by kind of optimizer. The table of these figures in docs/results/accuracy.md says where they

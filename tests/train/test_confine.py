@@ -1,0 +1,43 @@
+"""Adam's second moment stays at least the square of its momentum, by the C++ core's loop and without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dadt.train.confine import confine
+from dadt.train.moment import moments_of
+
+
+@pytest.mark.parametrize("shape", [(33, 7), (7, 33)], ids=["by the core", "with gaps in memory"])
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"maximize": True}, {"betas": (0.5, 0.7)}], ids=str)
+@pytest.mark.parametrize("skips", [None, 0.0, 1.0], ids=["no scaler", "finite", "left out"])
+def test_v_is_at_least_the_square_of_the_momentum(
+    shape: tuple[int, int], options: dict[str, Any], skips: float | None
+) -> None:
+    torch.manual_seed(0)
+    weights = torch.randn(33, 7) if shape == (33, 7) else torch.randn(14, 33)[::2]
+    parameter = torch.nn.Parameter(weights)
+    optimizer = torch.optim.Adam([parameter], lr=0.01, **options)
+    for _ in range(3):
+        parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    state = optimizer.state[parameter]
+    state["exp_avg"].mul_(torch.rand_like(parameter) * 9)  # so that the square of some is larger than v
+    before = state["exp_avg_sq"].clone()
+    kept = before / (1 - optimizer.param_groups[0]["betas"][1] ** 3)
+    ((moment, parameters, _),) = moments_of(optimizer)
+    assert parameter.grad is not None
+    scaler = None if skips is None else torch.tensor(skips)
+    confine(moment, parameters, [state], [parameter.grad], scaler)
+    if skips:
+        assert torch.equal(state["exp_avg_sq"], before)
+        return
+    optimizer.step()
+    rest = 1 - moment.beta2**4
+    m, v = state["exp_avg"], state["exp_avg_sq"] / rest
+    larger = m.square() > kept
+    assert larger.any() and not larger.all()
+    torch.testing.assert_close(v, torch.where(larger, m.square(), kept))
