@@ -292,8 +292,8 @@ def _transport(turns: Sequence[Sequence[Worked]], steps: int) -> list[float]:
 
 def _start(stack: ExitStack, contender: Contender, task: Task, location: Location, threads: int) -> Party:
     """Start a contender's workers. threads: number of threads of each worker; 0 lets the launcher decide."""
-    options = [*contender.options, "--warmup-steps", str(contender.warmup)] if contender.injected else []
-    options += [] if contender.injected else ["--inject", "none"]
+    options = [*contender.options]
+    options += ["--warmup-steps", str(contender.warmup)] if contender.injected else ["--inject", "none"]
     if threads:
         options += ["-x", f"OMP_NUM_THREADS={threads}"]
     script = flags_of({"name": contender.name, **asdict(task), "peer": contender.peer})

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from dadt_cli.bench import models, training
 from dadt_cli.bench.command import bench
 from dadt_cli.bench.conclusion import conclusion
 from dadt_cli.bench.data import Images, Text
+from dadt_cli.bench.fsdp import ISLANDS
 from dadt_cli.bench.line import Hello, Worked
 from dadt_cli.bench.models import resnet, transformer, vgg
+from dadt_cli.bench.party import Location
 from dadt_cli.bench.place import location_of
 from dadt_cli.bench.ratio import Interval
 from dadt_cli.bench.sweep import blocks, parse_sweep
@@ -164,6 +167,18 @@ def test_workers_that_do_not_fit_into_memory_are_refused_before_they_start() -> 
     training._check_memory(one[:1], 2)
     with pytest.raises(ConfigError, match=r"2 workers more need about 2251799.8 GB of memory, and [\d.]+ GB are free"):
         training._check_memory(one, 2)
+
+
+def test_plain_copies_keep_the_options_of_their_contender(monkeypatch) -> None:
+    """Without --island plain workers of `bench fsdp` would shard their model over all hosts."""
+    monkeypatch.setattr(training, "start", lambda name, place, ranks, options, script: nullcontext(options))
+    with ExitStack() as stack:
+        plain, pipe = (
+            training._start(stack, contender, Task(), Location(), 0)
+            for contender in (copies(4, ISLANDS), Contender("pipe", 4, ISLANDS))
+        )
+    assert plain == ["--island", "host", "--inject", "none"]
+    assert pipe == ["--island", "host", "--warmup-steps", "2"]
 
 
 def test_figures_come_of_the_slowest_rank_and_of_the_same_round() -> None:
