@@ -21,7 +21,7 @@ PAGE = RESULTS.with_name("accuracy.md")
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence", description=__doc__)
     parser.add_argument("--families", default="cnn,mlp,gpt", help=f"of {', '.join(FAMILIES)}")
-    parser.add_argument("--ranks", default="2,4,8,16", help="numbers of workers")
+    parser.add_argument("--ranks", help="numbers of workers  [default: 2,4,8,16; with --others 4]")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--methods", default="sync,plain,pipe", help="separated by ; where one has commas")
     parser.add_argument(
@@ -39,7 +39,8 @@ def arguments() -> argparse.Namespace:
     try:
         options.families = [FAMILIES[name] for name in options.families.split(",")]
         options.others = [others.checked(name) for name in filter(None, options.others.split(","))]
-        options.ranks = [int(number) for number in options.ranks.split(",")]
+        ranks = options.ranks or (str(others.RANKS) if options.others else "2,4,8,16")
+        options.ranks = [int(number) for number in ranks.split(",")]
         for method in options.methods:
             Method.parse(method)
     except (KeyError, ValueError) as error:
@@ -57,7 +58,7 @@ def train(options: argparse.Namespace, deadline: float) -> bool:
         if rate is None:
             return False
         if options.others:
-            runs = pairs(family, rate, ["sync", *options.others], [others.RANKS], options.seeds, twice=False)
+            runs = pairs(family, rate, ["sync", *options.others], options.ranks, options.seeds, twice=False)
             done = perform(runs, options.results, 1, deadline, others.train)
         else:
             runs = pairs(family, rate, options.methods, options.ranks, options.seeds)

@@ -47,11 +47,14 @@ class Family:
         """Return one batch for each step."""
         return islice(endless(self.loader(seed)), self.steps)
 
-    def begin(self, seed: int, rate: float) -> tuple[nn.Module, Sequence[torch.optim.Optimizer], list[LRScheduler]]:
+    def begin(
+        self, seed: int, rate: float, shard: Callable[[nn.Module], None] = lambda model: None
+    ) -> tuple[nn.Module, Sequence[torch.optim.Optimizer], list[LRScheduler]]:
         """Return model, optimizers and their schedules: the learning rate rises if `rises` is set, then falls to 0
-        along a cosine."""
+        along a cosine. shard: called with the model before its optimizers are made."""
         torch.manual_seed(seed)
         model = self.model()
+        shard(model)
         optimizers = self.optimizers(model, rate)
         if not self.rises:
             return model, optimizers, [CosineAnnealingLR(optimizer, self.steps) for optimizer in optimizers]

@@ -1,5 +1,4 @@
-"""Trains by the methods that the simulator does not have (gossip, local and each compression): `dadt run` with four
-workers."""
+"""Trains by the methods that the simulator does not have (gossip, local and each compression): `dadt run`."""
 
 from __future__ import annotations
 
@@ -58,9 +57,17 @@ FLAGS = {
     "sync-momentum:2": ["--algorithm", "sync", "--compression", "momentum:2"],
     "sync-int4": ["--algorithm", "sync", "--compression", "int4"],
     "real-pipe": [],
+    **{
+        f"islands-{name}": ["--island", "2", *flags]
+        for name, flags in (
+            ("sync", ["--algorithm", "sync"]),
+            ("pipe", []),
+            ("int8", ["--compression", "int8"]),
+        )
+    },
     "real-plain": ["--predict", "0"],
 }
-"""For each method, the arguments of `dadt run` that choose it."""
+"""For each method, the arguments of `dadt run` that choose it. In islands FSDP2 shards the model."""
 
 
 def checked(name: str) -> str:
@@ -76,7 +83,8 @@ def train(run: Run) -> dict[str, Any]:
     if run.method not in FLAGS:
         return simulated(run)
     with tempfile.TemporaryDirectory(prefix="dadt-convergence-") as name:
-        ranks = workers(run, FLAGS[run.method], folder := Path(name))
+        flags, folder = FLAGS[run.method], Path(name)
+        ranks = workers(run, flags, folder, *["--sharded"] * ("--island" in flags))
         joined = FAMILIES[run.family].verdict(averaged(run, folder))
     mean = {key: sum(rank[key] for rank in ranks) / len(ranks) for key in ("loss", "accuracy", "seconds")}
     losses = [sum(step) / len(step) for step in zip(*(rank["losses"] for rank in ranks), strict=False)]

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from benchmarks.convergence.family import FAMILIES, Batch
 
@@ -29,11 +30,25 @@ def digests(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> di
     for number, optimizer in enumerate(optimizers):
         states |= {f"{number}.{key}": state for key, state in optimizer.state_dict()["state"].items()}
     return {
-        f"{of} {name}": hashlib.blake2b(value.contiguous().numpy().tobytes(), digest_size=8).hexdigest()
+        f"{of} {name}": hashlib.blake2b(whole(value).contiguous().numpy().tobytes(), digest_size=8).hexdigest()
         for of, values in states.items()
         for name, value in values.items()
         if isinstance(value, torch.Tensor)
     }
+
+
+def sharded(model: nn.Module) -> None:
+    """Shard the blocks and then the model over the ranks of torch's world, by FSDP2."""
+    from torch.distributed.fsdp import fully_shard  # exists from torch 2.6 on
+
+    torch.distributed.init_process_group("gloo")
+    for block in (*model.blocks, model):  # type: ignore[misc]
+        fully_shard(block)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor of which this rank may hold a part. All ranks of its mesh call this together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def mine(batch: Batch) -> Batch:
@@ -60,6 +75,7 @@ def arguments() -> argparse.Namespace:
         "--falls", default="", metavar="RANK:STEP,...", help="ranks that are killed after so many steps"
     )
     parser.add_argument("--ddp", action="store_true", help="DistributedDataParallel over Gloo, ranks as torchrun tells")
+    parser.add_argument("--sharded", action="store_true", help="FSDP2 over the ranks of torch's world")
     parser.add_argument("--out", type=Path, help="folder for the outcome, a file rank<RANK>.json of each process")
     parser.add_argument("--rank", default="0", help="in the name of that file; under dadt run: {rank}")
     return parser.parse_args()
@@ -70,7 +86,7 @@ def main() -> None:
     torch.set_num_threads(1)
     family = FAMILIES[options.family]
     family = dataclasses.replace(family, steps=options.steps or family.steps, batch=options.batch or family.batch)
-    model, optimizers, schedules = family.begin(options.seed, options.rate)
+    model, optimizers, schedules = family.begin(options.seed, options.rate, *[sharded] * options.sharded)
     trained = model
     begun = time.monotonic()  # ranks connect in what follows, those of dadt run in the first step
     if options.ddp:
@@ -105,7 +121,9 @@ def main() -> None:
         outcome |= {"times": times, "looks": looks}
         (options.out / f"rank{options.rank}.json").write_text(json.dumps(outcome))
         # Not by torch.save, which under DADT only one rank would do.
-        np.savez(options.out / f"rank{options.rank}.npz", **{k: v.numpy() for k, v in model.state_dict().items()})
+        np.savez(
+            options.out / f"rank{options.rank}.npz", **{k: whole(v).numpy() for k, v in model.state_dict().items()}
+        )
 
 
 if __name__ == "__main__":
