@@ -113,13 +113,14 @@ def test_snapshots_change_nothing(launch, kind: str, options: list[str]) -> None
 
 
 @pytest.mark.slow
-def test_a_job_that_may_restart_goes_on_from_its_snapshot(launch) -> None:
+@pytest.mark.parametrize(("kind", "options"), [("fsdp2", OPTIONS), ("hsdp", [*OPTIONS[:2], *OPTIONS[4:]])])
+def test_a_job_that_may_restart_goes_on_from_its_snapshot(launch, kind: str, options: list[str]) -> None:
     """Without asking for snapshots; the script cannot have trained again from its top, as it dies in each attempt that
     comes to the step."""
     script = SCRIPT.replace("step == int(dies)", "step == int(dies) and not int(os.environ['DADT_RESTARTS'])")
-    options = [*OPTIONS, "--snapshot-every", "4steps"]
-    undisturbed = launch(script, *options, "train.py", "fsdp2", "-1")
-    restarted = launch(script, *options, "--max-restarts", "1", "train.py", "fsdp2", "10")
+    options = [*options, "--snapshot-every", "4steps"]
+    undisturbed = launch(script, *options, "train.py", kind, "-1")
+    restarted = launch(script, *options, "--max-restarts", "1", "train.py", kind, "10")
     assert ends(restarted) == ends(undisturbed)
     assert re.search(r"resumed: (4|8) steps replayed", restarted.err), restarted.err
 
