@@ -88,6 +88,11 @@ def half() -> tuple[Any, ...]:
     return asleep(LAYERS, 2 * EXCHANGE - PRODUCTS)
 
 
+def tenfold() -> tuple[Any, ...]:
+    """Return a workload whose exchange over 1 Gbit/s takes ten times as long as a forward and backward."""
+    return asleep(LAYERS, EXCHANGE / 10 - PRODUCTS)
+
+
 def fourfold() -> tuple[Any, ...]:
     """Return a workload whose exchange over 1 Gbit/s takes as long as four forwards and backwards, which a step may
     have."""

@@ -61,4 +61,4 @@ def test_a_new_island_takes_the_place_of_a_lost_one(start, victim: int, again: i
     island = victim - victim % 2
     assert f"training goes on without the island of ranks {island} and {island + 1}" in result.err
     tries = result.err.count(f"new workers start in place of ranks {island} and {island + 1}")
-    assert tries == first[island] - 1 == first[island + 1] - 1 == (2 if again >= 0 else 1)
+    assert tries == first[island] - 1 == first[island + 1] - 1 == (2 if again >= 0 else 1), result.err
