@@ -29,6 +29,13 @@ struct F32 {
   F32 operator*(F32 other) const { return {_mm256_mul_ps(v, other.v)}; }
   F32 operator/(F32 other) const { return {_mm256_div_ps(v, other.v)}; }
   F32 root() const { return {_mm256_sqrt_ps(v)}; }
+  uint32_t signs() const { return static_cast<uint32_t>(_mm256_movemask_ps(v)); }
+  static F32 of_signs(uint32_t signs, float magnitude) {
+    const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i there = _mm256_and_si256(_mm256_set1_epi32(static_cast<int32_t>(signs)), bits);
+    const __m256i minus = _mm256_slli_epi32(_mm256_cmpeq_epi32(there, bits), 31);
+    return {_mm256_xor_ps(_mm256_set1_ps(magnitude), _mm256_castsi256_ps(minus))};
+  }
 
  private:
   static __m128i halves(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }

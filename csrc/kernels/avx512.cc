@@ -30,6 +30,12 @@ struct F32 {
   F32 operator*(F32 other) const { return {_mm512_mul_ps(v, other.v)}; }
   F32 operator/(F32 other) const { return {_mm512_div_ps(v, other.v)}; }
   F32 root() const { return {_mm512_sqrt_ps(v)}; }
+  uint32_t signs() const { return _mm512_cmplt_epi32_mask(_mm512_castps_si512(v), _mm512_setzero_si512()); }
+  static F32 of_signs(uint32_t signs, float magnitude) {
+    const __m512i plus = _mm512_castps_si512(_mm512_set1_ps(magnitude));
+    const __m512i minus = _mm512_set1_epi32(static_cast<int32_t>(0x80000000u));
+    return {_mm512_castsi512_ps(_mm512_mask_xor_epi32(plus, static_cast<__mmask16>(signs), plus, minus))};
+  }
 
  private:
   static __m256i halves(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }

@@ -186,16 +186,34 @@ struct Bits2 {
 struct Bits1 {
   static constexpr Codec kCodec = Codec::kBits1;
   static constexpr float kLow = 1, kCut = 1, kHigh = 1;
+  static constexpr bool kWhole = F32::kWidth % 8 == 0;  // whether a vector has the values of whole bytes
   static constexpr float kMost = std::numeric_limits<float>::max();
 
+  template <typename Vector = F32>
   static void put(uint8_t* __restrict__ to, const float* __restrict__ said, float) {
+    if constexpr (kWhole) {
+      for (size_t i = 0; i < kBlock; i += Vector::kWidth) {
+        const uint32_t signs = Vector::load(said + i).signs();
+        std::memcpy(to + i / 8, &signs, Vector::kWidth / 8);
+      }
+      return;
+    }
     for (size_t i = 0; i < kBlock / 8; ++i) {
       uint32_t byte = 0;
       for (size_t k = 0; k < 8; ++k) byte |= to_bits(said[8 * i + k]) >> 31 << k;
       to[i] = static_cast<uint8_t>(byte);
     }
   }
+  template <typename Vector = F32>
   static void get(float* __restrict__ to, const uint8_t* __restrict__ from, float low, float) {
+    if constexpr (kWhole) {
+      for (size_t i = 0; i < kBlock; i += Vector::kWidth) {
+        uint32_t signs = 0;
+        std::memcpy(&signs, from + i / 8, Vector::kWidth / 8);
+        Vector::of_signs(signs, low).store(to + i);
+      }
+      return;
+    }
     for (size_t i = 0; i < kBlock / 8; ++i) {
       const uint32_t byte = from[i];
       for (size_t k = 0; k < 8; ++k) to[8 * i + k] = from_bits(to_bits(low) ^ (byte >> k << 31));
