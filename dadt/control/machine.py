@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import random
 import re
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from dadt.config.version import VERSION
 from dadt.control import network
 
 MOST_PORTS = 64
+LOWEST_PORT = 15_000
+OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 CGROUPS = Path("/sys/fs/cgroup")
 NVIDIA_SMI_SECONDS = 20.0
 MODEL = re.compile(r"^Model:\s*(.+?)\s*$", re.MULTILINE)
@@ -51,12 +54,21 @@ def identity() -> str:
 
 
 def free_ports(count: int = MOST_PORTS) -> list[int]:
-    """Return `count` different TCP ports that are free at the moment."""
+    """Return `count` different TCP ports that are free at the moment. They lie below the ports of outgoing connections
+    where these leave room, so that no connection takes one of them before a worker listens there."""
+    first, _, _ = read_text(OUTGOING_PORTS).partition("\t")
+    below = range(LOWEST_PORT, int(first) if first.isdigit() else LOWEST_PORT)
+    some = random.SystemRandom().sample(below, min(len(below), 4 * count))
+    found: list[int] = []
     with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+        for port in (*some, *[0] * count):
+            probe = stack.enter_context(socket.socket())
+            with suppress(OSError) if port else nullcontext():  # another program may listen there
+                probe.bind(("", port))
+                found.append(int(probe.getsockname()[1]))
+            if len(found) == count:
+                break
+    return found
 
 
 def cores() -> int:
