@@ -197,9 +197,10 @@ class Panel(NamedTuple):
 
 
 def panels(family: str, found: dict[Key, Outcomes]) -> Iterator[Panel]:
-    """Yield each learning rate with the smallest number of workers, and the methods that real workers train by."""
+    """Yield each learning rate at which `sync` has others beside it, with the smallest number of workers, and the
+    methods that real workers train by."""
     here = [(rate, ranks, method) for name, rate, ranks, method in found if name == family]
-    simulated = [(rate, ranks) for rate, ranks, method in here if method in COLORS]
+    simulated = [(rate, ranks) for rate, ranks, method in here if method in COLORS and method != "sync"]
     for rate in sorted({rate for rate, _ in simulated}):
         yield Panel(min(ranks for at, ranks in simulated if at == rate), rate, COLORS)
     for rate, ranks in sorted({(rate, ranks) for rate, ranks, method in here if method == "gossip"}):
