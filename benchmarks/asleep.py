@@ -89,7 +89,8 @@ def half() -> tuple[Any, ...]:
 
 
 def tenfold() -> tuple[Any, ...]:
-    """Return a workload whose exchange over 1 Gbit/s takes ten times as long as a forward and backward."""
+    """Return a workload whose exchange over 1 Gbit/s takes ten times as long as a forward and backward, where these use
+    the processor for PRODUCTS seconds only."""
     return asleep(LAYERS, EXCHANGE / 10 - PRODUCTS)
 
 
