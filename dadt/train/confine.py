@@ -10,7 +10,10 @@ import torch
 
 from dadt import _core
 from dadt.train.moment import Moment, beside
-from dadt.train.prediction.rows import grouped, in_core
+from dadt.train.prediction.rows import grouped
+
+Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Second moment v, momentum and gradient of a parameter."""
 
 
 def confine(
@@ -26,25 +29,33 @@ def confine(
         gradients = list(torch._foreach_add(gradients, parameters, alpha=moment.sign * moment.decay))
     if moment.sign < 0:
         gradients = list(torch._foreach_neg(gradients))
-    squares = [state["exp_avg_sq"] for state in states]
-    momenta = [state[moment.first] for state in states]
-    # Adam divides v by rest = 1 - beta2^t, which grows with each step. So v is multiplied by the growth, which leaves
-    # the quotient unchanged.
-    rows: dict[float, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
-    for v, m, g, state in zip(squares, momenta, gradients, states, strict=True):
-        steps = state["step"]
-        if skips is None and steps.device.type == "cpu" and in_core(row := (v, m, g)):
+    rows: dict[float, list[Row]] = {}
+    for state, gradient in zip(states, gradients, strict=True):
+        row, steps = (state["exp_avg_sq"], state[moment.first], gradient), state["step"]
+        if steps.device.type == "cpu":
             rows.setdefault(float(steps), []).append(row)
-            continue
-        rest = 1 - moment.beta2 ** (steps.double() + 1)
-        growth = beside(rest / (1 - moment.beta2 ** steps.double()), v)
-        least = torch.lerp(m, g, moment.new).square_().mul_(beside(rest, v))
-        kept = torch.maximum(v * growth, least).addcmul_(g, g, value=moment.beta2 - 1).div_(moment.beta2)
-        v.copy_(kept if skips is None else torch.where(skips.to(v.device) > 0, v, kept))
-    for steps, some in rows.items():
-        rest = 1 - moment.beta2 ** (steps + 1)
-        step = _core.MomentStep(
-            fresh=moment.new, beta2=moment.beta2, rest=rest, growth=rest / (1 - moment.beta2**steps)
-        )
-        for dtype, counts, (second, first, fresh) in grouped(some)[0]:
+        else:
+            _confine(moment, row, *_factors(moment, steps.double()), skips)  # unread, as the host would have to wait
+    for count, some in rows.items():
+        rest, growth = _factors(moment, count)
+        groups, others = grouped(some) if skips is None else ([], some)
+        step = _core.MomentStep(fresh=moment.new, beta2=moment.beta2, rest=rest, growth=growth)
+        for dtype, counts, (second, first, fresh) in groups:
             _core.confine(dtype, counts, second, first, fresh, step)
+        for row in others:
+            _confine(moment, row, rest, growth, skips)
+
+
+def _factors(moment: Moment, steps: Any) -> tuple[Any, Any]:
+    """Return 1 - beta2^t of the coming step t, and the factor by which it has grown. Adam divides v by it, so v is
+    multiplied by the growth, which leaves the quotient unchanged. steps: t - 1, as a number or a tensor."""
+    rest = 1 - moment.beta2 ** (steps + 1)
+    return rest, rest / (1 - moment.beta2**steps)
+
+
+def _confine(moment: Moment, row: Row, rest: Any, growth: Any, skips: torch.Tensor | None) -> None:
+    """Do for one parameter, on any device and in any memory order, what the C++ core does in one pass over memory."""
+    v, m, g = row
+    least = torch.lerp(m, g, moment.new).square_().mul_(beside(rest, v))
+    kept = torch.maximum(v * beside(growth, v), least).addcmul_(g, g, value=moment.beta2 - 1).div_(moment.beta2)
+    v.copy_(kept if skips is None else torch.where(skips.to(v.device) > 0, v, kept))

@@ -9,20 +9,18 @@ import torch
 
 from dadt.train.confine import confine
 from dadt.train.moment import moments_of
+from dadt.train.prediction.rows import grouped
 
 
-@pytest.mark.parametrize("shape", [(33, 7), (7, 33)], ids=["by the core", "with gaps in memory"])
+@pytest.mark.parametrize("in_core", [True, False], ids=["by the core", "of gradients in another memory order"])
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"maximize": True}, {"betas": (0.5, 0.7)}], ids=str)
 @pytest.mark.parametrize("skips", [None, 0.0, 1.0], ids=["no scaler", "finite", "left out"])
-def test_v_is_at_least_the_square_of_the_momentum(
-    shape: tuple[int, int], options: dict[str, Any], skips: float | None
-) -> None:
+def test_v_is_at_least_the_square_of_the_momentum(in_core: bool, options: dict[str, Any], skips: float | None) -> None:
     torch.manual_seed(0)
-    weights = torch.randn(33, 7) if shape == (33, 7) else torch.randn(14, 33)[::2]
-    parameter = torch.nn.Parameter(weights)
+    parameter = torch.nn.Parameter(torch.randn(33, 7))
     optimizer = torch.optim.Adam([parameter], lr=0.01, **options)
     for _ in range(3):
-        parameter.grad = torch.randn_like(parameter)
+        parameter.grad = torch.randn(33, 7) if in_core else torch.randn(7, 33).t()
         optimizer.step()
     state = optimizer.state[parameter]
     state["exp_avg"].mul_(torch.rand_like(parameter) * 9)  # so that the square of some is larger than v
@@ -30,6 +28,8 @@ def test_v_is_at_least_the_square_of_the_momentum(
     kept = before / (1 - optimizer.param_groups[0]["betas"][1] ** 3)
     ((moment, parameters, _),) = moments_of(optimizer)
     assert parameter.grad is not None
+    groups, others = grouped([(state["exp_avg_sq"], state["exp_avg"], parameter.grad)])
+    assert (len(groups), len(others)) == (in_core, not in_core)
     scaler = None if skips is None else torch.tensor(skips)
     confine(moment, parameters, [state], [parameter.grad], scaler)
     if skips:
