@@ -100,6 +100,10 @@ def adam(model: nn.Module, rate: float) -> Sequence[torch.optim.Optimizer]:
     return [torch.optim.Adam(model.parameters(), lr=rate)]
 
 
+def adamax(model: nn.Module, rate: float) -> Sequence[torch.optim.Optimizer]:
+    return [torch.optim.Adamax(model.parameters(), lr=rate)]
+
+
 def adamw(parameters: Any, rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -128,6 +132,7 @@ FAMILIES = {
     for family in (
         Family("cnn", cnn, momentum, both_digits, 128, 300, (0.025, 0.05, 0.1, 0.2, 0.4, 0.8), True),
         Family("mlp", perceptron, adam, both_digits, 128, 300, (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), True),
+        Family("mlp-adamax", perceptron, adamax, both_digits, 128, 300, (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), True),
         Family("mlp-sgd", perceptron, momentum, both_digits, 128, 300, (0.025, 0.05, 0.1, 0.2, 0.4, 0.8), True),
         Family("gpt", GPT, adamw_alone, *TEXTS),
         Family("gpt-muon", GPT, muon, *TEXTS),

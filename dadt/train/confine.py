@@ -1,5 +1,6 @@
-"""Keeps Adam's second moment v at least the square of its momentum, so that no weight moves further than the learning
-rate, though neither v nor the momentum is computed from the gradients that the optimizer sees."""
+"""Keeps Adam's second moment v at least the square of its momentum, and what Adamax divides by at least the momentum's
+size, so that no weight moves further than the learning rate, though neither these nor the momentum are computed from
+the gradients that the optimizer sees."""
 
 from __future__ import annotations
 
@@ -59,3 +60,23 @@ def _confine(moment: Moment, row: Row, rest: Any, growth: Any, skips: torch.Tens
     least = torch.lerp(m, g, moment.new).square_().mul_(beside(rest, v))
     kept = torch.maximum(v * beside(growth, v), least).addcmul_(g, g, value=moment.beta2 - 1).div_(moment.beta2)
     v.copy_(kept if skips is None else torch.where(skips.to(v.device) > 0, v, kept))
+
+
+def confine_largest(moment: Moment, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+    """Make the divisor r of Adamax max(beta2 r, |m|) in its coming step of this parameter, in place of
+    max(beta2 r, |g|): the gradient g leads to a momentum that was told in few bits, and may be far larger than any true
+    gradient. So `.grad` is limited to r, and the momentum before the step makes up for the rest: the one after it is
+    that of g."""
+    m, divisor, gradient = state[moment.first], state["exp_inf"], parameter.grad
+    assert gradient is not None
+    told = moment.sign * gradient
+    if moment.decay:
+        told += moment.decay * parameter
+    after = torch.lerp(m, told.to(m.dtype), moment.new)
+    torch.maximum(divisor.mul_(moment.fades), after.abs(), out=divisor)
+    limited = told.clamp(-divisor, divisor)
+    m.copy_(after.sub_(limited, alpha=moment.new).div_(moment.old))
+    divisor.div_(moment.fades)
+    if moment.decay:
+        limited -= moment.decay * parameter
+    gradient.copy_(moment.sign * limited)

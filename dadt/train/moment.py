@@ -10,7 +10,7 @@ import torch
 
 from dadt.comm.shards import is_sharded
 
-_ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 
 
 class Moment(NamedTuple):
@@ -26,6 +26,8 @@ class Moment(NamedTuple):
     """Name of the momentum in the optimizer's state."""
     beta2: float
     """Factor of the second moment v in its update; 0 if the optimizer has none."""
+    fades: float = 0.0
+    """Factor in each step of the largest gradient, by which Adamax divides in place of the root of v; otherwise 0."""
 
 
 def unsuited(optimizer: torch.optim.Optimizer) -> str:
@@ -39,6 +41,8 @@ def unsuited(optimizer: torch.optim.Optimizer) -> str:
         return "" if all(g["momentum"] and g["dampening"] < 1 for g in groups) else f"{name} has no momentum"
     if step not in [inspect.unwrap(each.step) for each in _ADAMS]:
         return f"the step of {name} is not known"
+    if is_adamax(optimizer) and not all(all(g["betas"]) for g in groups):
+        return f"{name} has no momentum, or forgets its largest gradient at once"
     if any(g.get("amsgrad") for g in groups):
         return f"{name} has amsgrad"
     if any(p.is_complex() for g in groups for p in g["params"]):
@@ -51,6 +55,11 @@ def is_adam(optimizer: torch.optim.Optimizer) -> bool:
     return inspect.unwrap(type(optimizer).step) in [inspect.unwrap(each.step) for each in _ADAMS[:2]]
 
 
+def is_adamax(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer divides by the largest gradient so far, which fades, in place of the root of v."""
+    return inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Adamax.step)
+
+
 def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Moment, list[torch.Tensor], float]]:
     """Yield for each param_group how its momentum is updated, its parameters, and its learning rate."""
     for group in optimizer.param_groups:
@@ -59,7 +68,8 @@ def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Moment, list[
         if "betas" in group:
             beta1, beta2 = map(float, group["betas"])
             decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
-            moment = Moment(beta1, 1 - beta1, sign, 0.0 if decoupled else decay, "exp_avg", beta2)
+            divisor = (0.0, beta2) if is_adamax(optimizer) else (beta2, 0.0)
+            moment = Moment(beta1, 1 - beta1, sign, 0.0 if decoupled else decay, "exp_avg", *divisor)
         else:
             new = 1 - float(group["dampening"])
             moment = Moment(float(group["momentum"]), new, sign, decay, "momentum_buffer", 0.0)

@@ -25,7 +25,7 @@ import torch
 from dadt.comm.bucket import Bucket, Staged
 from dadt.comm.compression import OF_MOMENTUM
 from dadt.train.algorithm import Attached
-from dadt.train.confine import confine
+from dadt.train.confine import confine, confine_largest
 from dadt.train.moment import Moment, beside, moments_of, unsuited
 from dadt.train.optimizers import Optimizers
 from dadt.train.own_moments import REFRESH, OwnMoments
@@ -197,8 +197,8 @@ class Momentum:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Change the optimizer's v so that it is max(v, m^2) after the optimizer's own update. Called when the
-        optimizer is about to step."""
+        """Change the optimizer's v so that it is max(v, m^2) after the optimizer's own update, and Adamax's divisor in
+        the same way. Called when the optimizer is about to step."""
         if not self._watches:
             return
         optimizer, averages = self._attachment.optimizer, self._attachment.algorithm.averages
@@ -210,8 +210,11 @@ class Momentum:
         if averages and not self.sends:
             return
         for moment, parameters, _ in moments_of(optimizer):
-            there = [p for p in parameters if p.grad is not None and "exp_avg_sq" in self._state(p)]
+            divisor = "exp_inf" if moment.fades else "exp_avg_sq"
+            there = [p for p in parameters if p.grad is not None and divisor in self._state(p)]
             there = [p for p in there if averages or self.shares(p)]
+            for p in there if moment.fades else ():
+                confine_largest(moment, p, self._state(p))
             if not moment.beta2 or not there:
                 continue
             states = [self._state(p) for p in there]
@@ -248,6 +251,8 @@ class Momentum:
                 if moment.beta2:
                     age = int(state["step"])
                     sizes[p] = float(state["exp_avg_sq"].sum()) / (1 - moment.beta2**age) if age else 0.0
+                elif moment.fades:
+                    sizes[p] = float(state["exp_inf"].square().sum())
                 ages.append(1)
         self._sizes = [*self._sizes[-2:], sizes]
         self._rates = [*self._rates[-2:], rate]

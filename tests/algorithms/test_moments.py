@@ -178,3 +178,31 @@ def test_a_resumed_training_goes_on_with_its_momentum(dadt_run, tmp_path) -> Non
     for found in (whole[1], *resumed):
         for a, b in zip(whole[0], found, strict=True):
             assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_adamax_divides_by_no_gradient_of_a_rank_alone(dadt_run) -> None:
+    run = dadt_run(
+        """
+        from harness.rounds import backward
+        from harness.scenarios import mlp
+        torch.manual_seed(0)
+        model, seen = mlp(), []
+        optimizer = torch.optim.Adamax(model.parameters(), lr=0.01, weight_decay=0.1)
+        for step in range(20):
+            backward(model, rank, step)
+            before = [optimizer.state[p].get("exp_inf", torch.zeros(())).clone() for p in model.parameters()]
+            optimizer.step()
+            seen.append([(r, optimizer.state[p]["exp_inf"].clone(), optimizer.state[p]["exp_avg"].clone())
+                         for r, p in zip(before, model.parameters())])
+            optimizer.zero_grad()
+        report(seen)
+        """,
+        *("--algorithm", "local", "--warmup-steps", "5", "--sync-every", "4", "--overlap-steps", "0"),
+    )
+    assert "divides by its own" not in run.output
+    grown = 0
+    for seen in run.ranks:
+        for before, after, momentum in (row for rows in seen[-10:] for row in rows):
+            assert torch.allclose(after, torch.maximum(0.999 * before, momentum.abs()), rtol=1e-5)
+            grown += int((after > before).sum())
+    assert grown

@@ -1,4 +1,5 @@
-"""Adam's second moment stays at least the square of its momentum, by the C++ core's loop and without it."""
+"""Adam's second moment stays at least the square of its momentum, by the C++ core's loop and without it; Adamax's
+divisor stays at least its size."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dadt.train.confine import confine
+from dadt.train.confine import confine, confine_largest
 from dadt.train.moment import moments_of
 from dadt.train.prediction.rows import grouped
 
@@ -41,3 +42,27 @@ def test_v_is_at_least_the_square_of_the_momentum(in_core: bool, options: dict[s
     larger = m.square() > kept
     assert larger.any() and not larger.all()
     torch.testing.assert_close(v, torch.where(larger, m.square(), kept))
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"maximize": True}, {"foreach": True}], ids=str)
+def test_adamax_divides_by_no_gradient_that_leads_to_a_momentum(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(33, 7))
+    optimizer = torch.optim.Adamax([parameter], lr=0.01, **options)
+    parameter.grad = torch.randn(33, 7)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    divisor, m = state["exp_inf"] * 0.999, state["exp_avg"].clone()
+    parameter.grad = torch.randn(33, 7) * 20  # so that the momentum of some is larger than the divisor
+    ((moment, _, _),) = moments_of(optimizer)
+    weights = parameter.detach().clone()
+    wanted = moment.old * m + moment.new * (moment.sign * parameter.grad + moment.decay * weights)
+    larger = wanted.abs() > divisor
+    assert larger.any() and not larger.all()
+    with torch.no_grad():
+        confine_largest(moment, parameter, state)
+    optimizer.step()
+    divisor = torch.where(larger, wanted.abs(), divisor)
+    torch.testing.assert_close(state["exp_avg"], wanted)
+    torch.testing.assert_close(state["exp_inf"], divisor)
+    torch.testing.assert_close(parameter.detach(), weights - 0.01 / (1 - moment.old**2) * wanted / divisor)

@@ -34,9 +34,10 @@ OPTIMIZERS = {
     "foreach": "Adam(model.parameters(), lr=4e-3, foreach=True)",
     "nadam": "NAdam(model.parameters(), lr=4e-3)",
     "radam": "RAdam(model.parameters(), lr=0.04)",
+    "adamax": "Adamax(model.parameters(), lr=8e-3, weight_decay=0.01)",
     "sgd": "SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)",
 }
-SUITED = ("adam", "fused", "nadam", "sgd"), ("adamw", "foreach", "radam", "sgd")
+SUITED = ("adam", "fused", "nadam", "adamax", "sgd"), ("adamw", "foreach", "radam", "adamax", "sgd")
 """Each trains by one of the algorithms, and by both in `make test-slow`."""
 LEAST = {"momentum:1": 14.0, "momentum:2": 10.0}
 """Times fewer bytes, of all steps: the first tenth sends four bits."""
@@ -142,7 +143,9 @@ def test_infinity_on_one_rank_makes_all_skip_and_no_more(optimizer, dadt_run):
     assert all(value.isfinite().all() for value in first["state"].values())
 
 
-@pytest.mark.parametrize("optimizer", ["Adam(model.parameters(), amsgrad=True)", "Adamax(model.parameters())"])
+@pytest.mark.parametrize(
+    "optimizer", ["Adam(model.parameters(), amsgrad=True)", "Adamax(model.parameters(), betas=(0, 0.99))"]
+)
 def test_an_optimizer_that_does_not_suit_sends_gradients(optimizer, dadt_run):
     run = dadt_run(TRAIN.format(optimizer=optimizer), "--algorithm", "sync", "--compression", "momentum:1")
     assert re.search(r"--compression momentum:1: gradients are sent in 4 bits, as with int4, since .*Ada", run.output)
