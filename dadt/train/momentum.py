@@ -8,10 +8,10 @@ moment v, whose square of a compressed gradient would be noise. So with x(i) = a
     v = f * mean over ranks of v(i), every REFRESH steps; v(i) is the second moment of the rank's own gradients
     v = max(v, m^2), so that no weight moves further than the learning rate
 
-where f, a number for each tensor, is the ratio of the second moment of averaged gradients to that of own ones, measured
-when the beginning ends. For the step of the script's optimizer, the gradient is set to (m - a m(t-1)) / b, and v to the
-value that becomes the v above after the optimizer's own update. Ranks that step alone (`local`) use a common v in the
-same way.
+where f, a number for each tensor, is the ratio of the second moment of averaged gradients to that of own ones. It is
+measured when the beginning ends, and at each refresh from samples of the ranks' gradients. For the step of the script's
+optimizer, the gradient is set to (m - a m(t-1)) / b, and v to the value that becomes the v above after the optimizer's
+own update. Ranks that step alone (`local`) use a common v in the same way, with f as it was when they began to.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Momentum:
         """Add this rank's own gradients, which `.grad` contains, to its second moments. Called in each step."""
         if self._watches and self._attachment.algorithm.averages:
             self.shown.measure(self._own.factors)
-            self._own.add(self._attachment.scale, self.shown.clip if self.shown.early else None)
+            self._own.add(self._attachment.scale, self.shown.clip if self.shown.early else None, alone=False)
 
     @torch.no_grad()
     def stage(
@@ -206,7 +206,7 @@ class Momentum:
         if averages:
             self.shown.before_step()
         else:
-            self._own.add(scale, None)
+            self._own.add(scale, None, alone=True)
         if averages and not self.sends:
             return
         for moment, parameters, _ in moments_of(optimizer):
@@ -271,7 +271,7 @@ class Momentum:
         """Set v to a value that all ranks compute together from their own second moments. All ranks call this
         together."""
         if self.sends or (self._shares and self._watches):
-            self._own.share(trained_elsewhere=self._shares)
+            self._own.share(alone=self._shares)
 
     # Checkpoints, snapshots, and the loss of ranks ------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class Momentum:
         """Forget momentum under way, and factors that ranks might know differently, so that they are measured again.
         Called when ranks were lost."""
         if not self._shares:
-            self._own.factors = {}
+            self._own.factors, self._own.sums = {}, {}
         self._on_way = {}
 
     def state(self) -> dict[str, Any]:
@@ -292,13 +292,14 @@ class Momentum:
         if not self._keeps:
             return {}
         numbers = numbers_of(self._attachment.optimizer)
-        every = (self._own.factors, *self._sizes)
-        factors, *sizes = ({numbers[p]: value for p, value in each.items() if p in numbers} for each in every)
+        every = (self._own.factors, self._own.sums, *self._sizes)
+        factors, sums, *sizes = ({numbers[p]: value for p, value in each.items() if p in numbers} for each in every)
         return {
             "begun": self.begun,
             "early": self.shown.early,
             "clip": float(self.shown.clip),
             "factors": factors,
+            "sums": sums,
             "sizes": sizes,
             "rates": list(self._rates),
         }
@@ -309,9 +310,9 @@ class Momentum:
             return
         parameters = self._parameters
         self.begun, self.shown.early, self.shown.clip = state["begun"], state["early"], state["clip"]
-        self._own.factors, *self._sizes = (
+        self._own.factors, self._own.sums, *self._sizes = (
             {parameters[i]: value for i, value in each.items() if i < len(parameters)}
-            for each in (state["factors"], *state["sizes"])
+            for each in (state["factors"], state["sums"], *state["sizes"])
         )
         self._rates = list(state["rates"])
         if self._asked:

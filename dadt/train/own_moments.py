@@ -2,8 +2,10 @@
 
     v = f * (mean over ranks of sqrt(v(i)))^2, every REFRESH steps
 
-where f, a number for each tensor, is the ratio of the second moment of averaged gradients to that of own ones, measured
-while ranks still average gradients.
+where f, a number for each tensor, is the ratio of the second moment of averaged gradients to that of own ones. It is
+measured while ranks still average gradients. If they exchange momentum from then on, f follows what samples of their
+gradients show: early in training these are alike, so that f is near to 1, and later mostly noise, so that it falls to
+1 / ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from dadt.train.restored import numbers_of
 
 REFRESH = 50
 """Number of steps from one refresh of the second moment v to the next."""
+_SAMPLED, _EVERY = 2048, 5
+"""Number of values of each tensor that are sampled between two refreshes, and the number of steps between samples."""
+_ROWS = REFRESH // _EVERY
 
 
 class OwnMoments:
@@ -33,6 +38,11 @@ class OwnMoments:
         """For each parameter, the number of gradients in this rank's own second moment."""
         self.factors: dict[torch.Tensor, float] = {}
         """For each parameter, the ratio of all ranks' v to the mean of the ranks' own v; empty if not measured."""
+        self.sums: dict[torch.Tensor, float] = {}
+        """For each parameter, the sum over the mean of the ranks' own v at the last refresh."""
+        self._samples: dict[torch.Tensor, torch.Tensor] = {}
+        """For each parameter, values of this rank's gradients in the last REFRESH steps, at places that all ranks know:
+        a row for each step that was sampled."""
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self._attachment.optimizer.state.get(parameter, {})
@@ -42,9 +52,9 @@ class OwnMoments:
     def _parameters(self) -> list[torch.Tensor]:
         return list(numbers_of(self._attachment.optimizer))
 
-    def add(self, scale: torch.Tensor | None, clip: torch.Tensor | float | None) -> None:
+    def add(self, scale: torch.Tensor | None, clip: torch.Tensor | float | None, *, alone: bool) -> None:
         """Add this rank's own gradients, which `.grad` contains. scale: their loss scale. clip: factor by which the
-        script clips averages; None if it clips none."""
+        script clips averages; None if it clips none. alone: as in `share`."""
         for moment, parameters, _ in moments_of(self._attachment.optimizer):
             there = [p for p in parameters if p.grad is not None]
             if not moment.beta2 or not there:
@@ -57,18 +67,32 @@ class OwnMoments:
             own = [self._of[p] for p in there]
             torch._foreach_mul_(own, moment.beta2)
             torch._foreach_addcmul_(own, gradients, gradients, 1 - moment.beta2)
+            if not alone and self._attachment.step % _EVERY == 0:
+                for p, g in zip(there, gradients, strict=True):
+                    self._sample(p, g)
+
+    def _sample(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Note some values of the gradient, at other places in each step."""
+        if parameter not in self._samples:
+            self._samples[parameter] = _no_samples(parameter)
+        number, values = self._attachment.step // _EVERY, gradient.flatten()
+        row = self._samples[parameter][number % _ROWS]
+        apart = max(1, len(values) // max(1, len(row)))
+        some = values[number % apart :: apart][: len(row)]
+        row[: len(some)] = some
 
     @torch.no_grad()
-    def share(self, *, trained_elsewhere: bool) -> None:
-        """Set v to the mean of the ranks' own second moments, times the tensors' factors. For tensors whose factor is
-        not known, measure the factor instead. All ranks call this together. trained_elsewhere: whether other ranks may
-        train a parameter that this one does not."""
+    def share(self, *, alone: bool) -> None:
+        """Set v to the mean of the ranks' own second moments, times the tensors' factors, which follow the samples. For
+        tensors whose factor is not known, measure the factor and leave v. All ranks call this together. alone: whether
+        ranks step alone. Then others may train a parameter that this one does not, and factors stay as they are, since
+        following samples of gradients at other weights has not helped."""
         rows: list[tuple[Moment, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
         for moment, parameters, _ in moments_of(self._attachment.optimizer):
             for p in parameters:
                 state = self._state(p)
                 if not moment.beta2 or "exp_avg_sq" not in state:
-                    if moment.beta2 and trained_elsewhere and p.requires_grad:
+                    if moment.beta2 and alone and p.requires_grad:
                         rows.append((moment, p, None, torch.zeros_like(wide(p))))
                     continue
                 v, rest = wide(state["exp_avg_sq"]), 1 - moment.beta2 ** state["step"]
@@ -80,28 +104,41 @@ class OwnMoments:
             self.factors = dict.fromkeys(self._parameters, 1.0)
             return
         ranks = self._attachment.ranks
-        ranks.average([root for *_, root in rows], "second moments", codec=INT8)
+        sampled = [] if alone else [(p, self._samples.get(p, _no_samples(p))) for _, p, *_ in rows]
+        samples = {p: values.nan_to_num(0.0, 0.0, 0.0) for p, values in sampled}
+        squares = torch.tensor([float(each.square().sum()) for each in samples.values()], dtype=torch.float64)
+        ranks.average([squares], "squares of sampled gradients")
+        ranks.average([*(root for *_, root in rows), *samples.values()], "second moments", codec=INT8)
+        square = dict(zip(samples, squares.tolist(), strict=True))
         for moment, p, before, root in rows:
             if before is None:
                 continue
-            mean = root.square_()
-            if p not in self.factors:
-                ratio = float(before.sum() / mean.sum().clamp_min(1e-30))
-                self.factors[p] = min(max(ratio, 1 / len(ranks.members)), 1.0)
-                continue
-            state = self._state(p)
+            mean, state = root.square_(), self._state(p)
             rest = beside(1 - moment.beta2 ** state["step"], mean)
+            total = float(mean.sum() * rest)
+            if p not in self.factors:
+                ratio = float(before.sum() * rest) / max(total, 1e-30)
+                self.factors[p] = min(max(ratio, 1 / len(ranks.members)), 1.0)
+                self.sums[p] = total
+                continue
+            # Of what the mean contains now, this share was there at the last refresh.
+            kept = min(moment.beta2**REFRESH * self.sums.get(p, 0.0) / max(total, 1e-30), 1.0)
+            if square.get(p):
+                ratio = min(max(float(samples[p].square().sum()) / square[p], 1 / len(ranks.members)), 1.0)
+                self.factors[p] += (1 - kept) * (ratio - self.factors[p])
+            self.sums[p] = total
             # If a value that is small within its block is rounded to 0 in 8 bits, v stays as it was.
             fresh = torch.where(mean > 0, mean * self.factors[p], before)
             state["exp_avg_sq"].copy_(fresh * rest)
 
     def clear(self) -> None:
         """Free the memory of moments that are not needed any more."""
-        self._of, self._taken, self.factors = {}, {}, {}
+        self._of, self._taken, self._samples = {}, {}, {}
+        self.factors, self.sums = {}, {}
 
     def join(self) -> None:
         """Replace this rank's own second moments by values that are equal on all ranks, computed from v."""
-        self._of, self._taken = {}, {}
+        self._of, self._taken, self._samples = {}, {}, {}
         for moment, group, _ in moments_of(self._attachment.optimizer):
             for p in group:
                 of = self._state(p)
@@ -112,13 +149,23 @@ class OwnMoments:
     def observe(self) -> dict[str, Any]:
         """Return the state of this rank alone, for a snapshot. The tensors are no copies and stay in use."""
         every = self._parameters
-        return {"own": [self._of.get(p) for p in every], "taken": [self._taken.get(p, 0) for p in every]}
+        return {
+            "own": [self._of.get(p) for p in every],
+            "taken": [self._taken.get(p, 0) for p in every],
+            "samples": [self._samples.get(p) for p in every],
+        }
 
     def restore(self, own: Mapping[str, Any]) -> None:
         """Continue bit for bit from a snapshot. own: the value that `observe` returned."""
         every = self._parameters
         self._of = {p: t.to(p.device) for p, t in zip(every, own["own"], strict=True) if t is not None}
         self._taken = {p: n for p, n in zip(every, own["taken"], strict=True) if n}
+        self._samples = {p: t.to(p.device) for p, t in zip(every, own["samples"], strict=True) if t is not None}
+
+
+def _no_samples(parameter: torch.Tensor) -> torch.Tensor:
+    """Return zeros for all values that are sampled of this parameter's gradients in REFRESH steps."""
+    return wide(parameter).new_zeros(_ROWS, -(-min(parameter.numel(), _SAMPLED) // _ROWS))
 
 
 def _decayed(

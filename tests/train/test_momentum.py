@@ -153,6 +153,32 @@ def test_an_optimizer_that_does_not_suit_sends_gradients(optimizer, dadt_run):
     assert 6 < less < 8
 
 
+def test_v_follows_what_gradients_become(dadt_run):
+    """First they are the same on both ranks, so that averages are as large as they, and then noise alone."""
+    run = dadt_run(
+        """
+        weights = nn.Parameter(torch.zeros(50, 50))
+        optimizer = torch.optim.Adam([weights], lr=1e-6, betas=(0.9, 0.9))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
+        seen = []
+        for step in range(201):
+            seed = step if step < 100 else 1000 * (rank + 1) + step
+            gradient = torch.randn(50, 50, generator=torch.Generator().manual_seed(seed))
+            optimizer.zero_grad()
+            (weights * gradient).sum().backward()
+            optimizer.step()
+            schedule.step()
+            seen.append(optimizer.state[weights]["exp_avg_sq"].mean().item())
+        report([seen[99], seen[-1]])
+        """,
+        *("--algorithm", "sync", "--warmup-steps", "4", "--compression", "momentum:1", "--executor", "shm"),
+    )
+    assert "from now on momentum is sent" in run.output
+    for alike, noise in run.ranks:
+        assert alike == pytest.approx(1.0, rel=0.15)
+        assert noise == pytest.approx(0.5, rel=0.15)
+
+
 CLIPS = """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8))
