@@ -74,7 +74,7 @@ SHOWN = {
             Choice("pipe", "int8"): 0.0077,
             Choice("pipe", "int4"): 0.0148,
             Choice("pipe", "momentum:2"): 0.0148,
-            Choice("pipe", "momentum:1"): 0.0191,
+            Choice("pipe", "momentum:1"): 0.0148,
             Choice("local", "int4", 4, at_once=True): 0.013,
             Choice("local", "int4", 8, at_once=True): 0.0342,
         },
