@@ -106,7 +106,9 @@ class OwnMoments:
         ranks = self._attachment.ranks
         sampled = [] if alone else [(p, self._samples.get(p, _no_samples(p))) for _, p, *_ in rows]
         samples = {p: values.nan_to_num(0.0, 0.0, 0.0) for p, values in sampled}
-        squares = torch.tensor([float(each.square().sum()) for each in samples.values()], dtype=torch.float64)
+        squares = torch.tensor(
+            [float(each.square().sum()) for each in samples.values()], dtype=torch.float64, device="cpu"
+        )
         ranks.average([squares], "squares of sampled gradients")
         ranks.average([*(root for *_, root in rows), *samples.values()], "second moments", codec=INT8)
         square = dict(zip(samples, squares.tolist(), strict=True))

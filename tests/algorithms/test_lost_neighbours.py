@@ -32,9 +32,9 @@ from dadt.train.own_moments import OwnMoments
 step = 0
 LACKS
 
-def share(own, *, trained_elsewhere, ordinary=OwnMoments.share):
+def share(own, *, alone, ordinary=OwnMoments.share):
     comes(step, "moments")
-    ordinary(own, trained_elsewhere=trained_elsewhere)
+    ordinary(own, alone=alone)
 OwnMoments.share = share
 
 def tell():
