@@ -43,6 +43,8 @@ class OwnMoments:
         self._samples: dict[torch.Tensor, torch.Tensor] = {}
         """For each parameter, values of this rank's gradients in the last REFRESH steps, at places that all ranks know:
         a row for each step that was sampled."""
+        self._sampling = True
+        """Whether this rank has sampled its gradients since the last refresh, and not only since it joined."""
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self._attachment.optimizer.state.get(parameter, {})
@@ -106,32 +108,38 @@ class OwnMoments:
         ranks = self._attachment.ranks
         sampled = [] if alone else [(p, self._samples.get(p, _no_samples(p))) for _, p, *_ in rows]
         samples = {p: values.nan_to_num(0.0, 0.0, 0.0) for p, values in sampled}
-        squares = torch.tensor(
-            [float(each.square().sum()) for each in samples.values()], dtype=torch.float64, device="cpu"
-        )
+        told = [float(self._sampling), *(float(each.square().sum()) for each in samples.values())]
+        squares = torch.tensor(told, dtype=torch.float64, device="cpu")
         ranks.average([squares], "squares of sampled gradients")
         ranks.average([*(root for *_, root in rows), *samples.values()], "second moments", codec=INT8)
-        square = dict(zip(samples, squares.tolist(), strict=True))
+        everywhere, *each_square = squares.tolist()
+        complete = everywhere > 1 - 0.5 / len(ranks.members)
+        square = dict(zip(samples, each_square, strict=True)) if complete else {}
+        self._sampling = True
         for moment, p, before, root in rows:
             if before is None:
                 continue
             mean, state = root.square_(), self._state(p)
             rest = beside(1 - moment.beta2 ** state["step"], mean)
-            total = float(mean.sum() * rest)
             if p not in self.factors:
-                ratio = float(before.sum() * rest) / max(total, 1e-30)
-                self.factors[p] = min(max(ratio, 1 / len(ranks.members)), 1.0)
-                self.sums[p] = total
+                self.sums[p] = float(mean.sum() * rest)
+                self.factors[p] = self._possible(float(before.sum() * rest), self.sums[p])
                 continue
-            # Of what the mean contains now, this share was there at the last refresh.
-            kept = min(moment.beta2**REFRESH * self.sums.get(p, 0.0) / max(total, 1e-30), 1.0)
-            if square.get(p):
-                ratio = min(max(float(samples[p].square().sum()) / square[p], 1 / len(ranks.members)), 1.0)
-                self.factors[p] += (1 - kept) * (ratio - self.factors[p])
-            self.sums[p] = total
+            if not alone:
+                total = float(mean.sum() * rest)
+                # Of what the mean contains now, this share was there at the last refresh.
+                kept = min(moment.beta2**REFRESH * self.sums.get(p, 0.0) / max(total, 1e-30), 1.0)
+                if square.get(p):
+                    ratio = self._possible(float(samples[p].square().sum()), square[p])
+                    self.factors[p] += (1 - kept) * (ratio - self.factors[p])
+                self.sums[p] = total
             # If a value that is small within its block is rounded to 0 in 8 bits, v stays as it was.
             fresh = torch.where(mean > 0, mean * self.factors[p], before)
             state["exp_avg_sq"].copy_(fresh * rest)
+
+    def _possible(self, averaged: float, own: float) -> float:
+        """Return the ratio of the second moment of averaged gradients to that of own ones, within its limits."""
+        return min(max(averaged / max(own, 1e-30), 1 / len(self._attachment.ranks.members)), 1.0)
 
     def clear(self) -> None:
         """Free the memory of moments that are not needed any more."""
@@ -141,6 +149,7 @@ class OwnMoments:
     def join(self) -> None:
         """Replace this rank's own second moments by values that are equal on all ranks, computed from v."""
         self._of, self._taken, self._samples = {}, {}, {}
+        self._sampling = False
         for moment, group, _ in moments_of(self._attachment.optimizer):
             for p in group:
                 of = self._state(p)
@@ -155,6 +164,7 @@ class OwnMoments:
             "own": [self._of.get(p) for p in every],
             "taken": [self._taken.get(p, 0) for p in every],
             "samples": [self._samples.get(p) for p in every],
+            "sampling": self._sampling,
         }
 
     def restore(self, own: Mapping[str, Any]) -> None:
@@ -163,6 +173,7 @@ class OwnMoments:
         self._of = {p: t.to(p.device) for p, t in zip(every, own["own"], strict=True) if t is not None}
         self._taken = {p: n for p, n in zip(every, own["taken"], strict=True) if n}
         self._samples = {p: t.to(p.device) for p, t in zip(every, own["samples"], strict=True) if t is not None}
+        self._sampling = own["sampling"]
 
 
 def _no_samples(parameter: torch.Tensor) -> torch.Tensor:

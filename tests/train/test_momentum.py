@@ -179,6 +179,31 @@ def test_v_follows_what_gradients_become(dadt_run):
         assert noise == pytest.approx(0.5, rel=0.15)
 
 
+def test_v_is_not_smaller_where_a_rank_has_only_just_begun_to_sample(dadt_run):
+    """As a rank does that joined a short time before: its samples are 0 for the steps before."""
+    run = dadt_run(
+        """
+        import gc
+        (runtime,) = [o for o in gc.get_objects() if type(o).__name__ == "Runtime"]
+        weights = nn.Parameter(torch.zeros(50, 50))
+        optimizer = torch.optim.Adam([weights], lr=1e-6, betas=(0.9, 0.9))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
+        for step in range(151):
+            if step == 148 and rank == 1:
+                next(iter(runtime.attachments)).momentum.join({}, None)
+            gradient = torch.randn(50, 50, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            (weights * gradient).sum().backward()
+            optimizer.step()
+            schedule.step()
+        report(optimizer.state[weights]["exp_avg_sq"].mean().item())
+        """,
+        *("--algorithm", "sync", "--warmup-steps", "4", "--compression", "momentum:1", "--executor", "shm"),
+    )
+    assert "from now on momentum is sent" in run.output
+    assert run.ranks == [pytest.approx(1.0, rel=0.15)] * 2
+
+
 CLIPS = """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -51,7 +52,7 @@ def _connect(meet: Meet, world: World, ranks: Sequence[int], config: Config) -> 
         assert kept is not None
         found[place] = kept.take(ranks[place])
         for descriptor in found[place] if rate else ():
-            with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as copy:
+            with socket.socket(fileno=os.dup(descriptor)) as copy:
                 pace(copy, rate)
     executor = _core.TcpExecutor(own, found, silence)
     if connected.mender is not None:
