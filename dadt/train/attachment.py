@@ -186,6 +186,7 @@ class Attachment:
             return
         if self._schema is None or token[0] != self._token[0]:
             self.prediction.follow(parameters)
+            self.momentum.follow()
             if self._growth.watches or self.algorithm.wants_gradients:
                 self.watch_gradients()
             self._tables = sparse_tables(self.modules, parameters)

@@ -49,9 +49,12 @@ def confine(
 
 def _factors(moment: Moment, steps: Any) -> tuple[Any, Any]:
     """Return 1 - beta2^t of the coming step t, and the factor by which it has grown. Adam divides v by it, so v is
-    multiplied by the growth, which leaves the quotient unchanged. steps: t - 1, as a number or a tensor."""
-    rest = 1 - moment.beta2 ** (steps + 1)
-    return rest, rest / (1 - moment.beta2**steps)
+    multiplied by the growth, which leaves the quotient unchanged; before the first step v is 0. steps: t - 1, as a
+    number or a tensor."""
+    rest, before = 1 - moment.beta2 ** (steps + 1), 1 - moment.beta2**steps
+    if isinstance(steps, torch.Tensor):
+        return rest, torch.where(steps > 0, rest / before, 1.0)
+    return rest, rest / before if steps else 1.0
 
 
 def _confine(moment: Moment, row: Row, rest: Any, growth: Any, skips: torch.Tensor | None) -> None:

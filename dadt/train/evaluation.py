@@ -16,7 +16,8 @@ def begin(a: Attachment, why: str) -> None:
         )
     a.has_closure = True
     a.measure.why = why
-    a.ranks.say(f"{why}{a.name}: gradients and loss of each evaluation are averaged at once, and no step is late")
+    bare = "" if a.compression == "none" else ", uncompressed"
+    a.ranks.say(f"{why}{a.name}: gradients and loss of each evaluation are averaged at once{bare}, and no step is late")
 
 
 def before(a: Attachment) -> None:

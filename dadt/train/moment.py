@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,23 +31,35 @@ class Moment(NamedTuple):
 
 
 def unsuited(optimizer: torch.optim.Optimizer) -> str:
-    """Return the reason why momentum cannot be sent in place of this optimizer's gradients; empty if it can."""
+    """Return the reason why DADT cannot compute with the optimizer's moments; empty if it can."""
     name = type(optimizer).__name__
     groups = optimizer.param_groups
     if any(is_sharded(p) for g in groups for p in g["params"]):
         return f"{name} trains parts of tensors"
     step = inspect.unwrap(type(optimizer).step)
-    if step is inspect.unwrap(torch.optim.SGD.step):
-        return "" if all(g["momentum"] and g["dampening"] < 1 for g in groups) else f"{name} has no momentum"
+    if is_sgd(optimizer):
+        return ""
     if step not in [inspect.unwrap(each.step) for each in _ADAMS]:
         return f"the step of {name} is not known"
-    if is_adamax(optimizer) and not all(all(g["betas"]) for g in groups):
-        return f"{name} has no momentum, or forgets its largest gradient at once"
+    if is_adamax(optimizer) and not all(g["betas"][1] for g in groups):
+        return f"{name} forgets its largest gradient at once"
     if any(g.get("amsgrad") for g in groups):
         return f"{name} has amsgrad"
     if any(p.is_complex() for g in groups for p in g["params"]):
         return f"{name} trains complex numbers"
     return ""
+
+
+def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether each step of all parameters of this SGD or Adam is made of earlier gradients, too."""
+    if is_sgd(optimizer):
+        return all(g["momentum"] and g["dampening"] < 1 for g in optimizer.param_groups)
+    return all(g["betas"][0] for g in optimizer.param_groups)
+
+
+def is_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer's step is that of torch's SGD."""
+    return inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.SGD.step)
 
 
 def is_adam(optimizer: torch.optim.Optimizer) -> bool:
@@ -74,6 +86,12 @@ def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Moment, list[
             new = 1 - float(group["dampening"])
             moment = Moment(float(group["momentum"]), new, sign, decay, "momentum_buffer", 0.0)
         yield moment, group["params"], rate
+
+
+def forget_others(known: MutableMapping[torch.Tensor, Any], parameters: Container[torch.Tensor]) -> None:
+    """Remove all other parameters from `known`."""
+    for p in [p for p in known if p not in parameters]:
+        del known[p]
 
 
 def beside(value: Any, tensor: torch.Tensor) -> Any:

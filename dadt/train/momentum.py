@@ -26,12 +26,13 @@ from dadt.comm.bucket import Bucket, Staged
 from dadt.comm.compression import OF_MOMENTUM
 from dadt.train.algorithm import Attached
 from dadt.train.confine import confine, confine_largest
-from dadt.train.moment import Moment, beside, moments_of, unsuited
+from dadt.train.moment import Moment, beside, forget_others, has_momentum, is_sgd, moments_of, unsuited
 from dadt.train.optimizers import Optimizers
 from dadt.train.own_moments import REFRESH, OwnMoments
 from dadt.train.restored import numbers_of
 from dadt.train.shown_gradients import ShownGradients
 from dadt.train.trained import sparse_tables
+from dadt.train.unseen import UnseenWeights
 
 _LOOK = 10
 """Number of steps between two decisions whether the beginning, in which gradients are sent, ends."""
@@ -63,6 +64,7 @@ class Momentum:
         self.shown = ShownGradients(attachment)
         """Scales the averages that the script sees before the optimizer's step."""
         self._own = OwnMoments(attachment)
+        self._unseen = UnseenWeights()
         self._on_way: dict[torch.Tensor, torch.Tensor] = {}
         """This rank's part of the momentum in the exchange under way, if averages arrive late."""
         self._sizes: list[dict[torch.Tensor, float]] = []
@@ -72,7 +74,13 @@ class Momentum:
 
     @property
     def unsuited(self) -> str:
-        """The reason why this optimizer's momentum cannot be sent, nor its v shared; empty if both can."""
+        """The reason why this optimizer's momentum cannot be sent; empty if it can."""
+        optimizer = self._attachment.optimizer
+        return self.unshared or ("" if has_momentum(optimizer) else f"{type(optimizer).__name__} has no momentum")
+
+    @property
+    def unshared(self) -> str:
+        """The reason why ranks that step alone cannot share the optimizer's v; empty if they can, or it has none."""
         a = self._attachment
         sparse = "its embeddings have sparse gradients" * bool(sparse_tables(a.modules, a.parameters))
         return unsuited(a.optimizer) or sparse
@@ -80,22 +88,27 @@ class Momentum:
     def ask(self, compression: str, *, alone: bool) -> None:
         """Exchange momentum if this compression sends it, and share v if ranks step alone. All ranks call this in the
         same step."""
-        adaptive = any("betas" in group for group in self._attachment.optimizer.param_groups)
+        optimizer, name = self._attachment.optimizer, self._attachment.name
         self._asked = compression in OF_MOMENTUM and not self._ranks.alone
-        self._shares = alone and adaptive and not self._ranks.alone
+        self._shares = alone and not is_sgd(optimizer) and not self._ranks.alone
         self._considered = False
-        if (self._asked or self._shares) and (why := self.unsuited):
-            name = f"--compression {compression}{self._attachment.name}: gradients are sent in 4 bits, as with int4"
-            apart = f"local{self._attachment.name}: each rank divides by its own second moment"
-            self._ranks.say(f"{name if self._asked else apart}, since {why}")
-            self._asked = self._shares = False
+        if self._asked and (why := self.unsuited):
+            what = f"--compression {compression}{name}: gradients are sent in 4 bits, as with int4"
+            if not isinstance(optimizer, torch.optim.LBFGS):  # nothing of it is compressed, as its closures say
+                self._ranks.say(f"{what}, since {why}")
+            self._asked = False
+        if self._shares and (why := self.unshared):
+            kind = type(optimizer).__name__
+            self._ranks.say(f"local{name}: what {kind} computes from gradients stays each rank's own, since {why}")
+            self._shares = False
         if not (self._asked or self._shares):
             self._own.clear()
+            self._unseen = UnseenWeights()
             self.begun = False
 
     def consider(self) -> None:
         """Compute second moments of the rank's own gradients already now, since `ask` may need them later."""
-        self._considered = not (self._ranks.alone or self.unsuited)
+        self._considered = not (self._ranks.alone or self.unshared)
 
     @property
     def _active(self) -> bool:
@@ -115,6 +128,11 @@ class Momentum:
     def sends(self) -> bool:
         """Whether exchanges send momentum in place of gradients."""
         return self.begun and self._active
+
+    @property
+    def begins(self) -> bool:
+        """Whether gradients are sent for some steps more, and momentum after these."""
+        return self._active and not self.begun
 
     def ratio(
         self,
@@ -147,8 +165,9 @@ class Momentum:
     def see(self) -> None:
         """Add this rank's own gradients, which `.grad` contains, to its second moments. Called in each step."""
         if self._watches and self._attachment.algorithm.averages:
+            self._unseen.see(list(self._unseen.masks) if self.begun else self._parameters)
             self.shown.measure(self._own.factors)
-            self._own.add(self._attachment.scale, self.shown.clip if self.shown.early else None, alone=False)
+            self._own.add(self._attachment.scale, self.shown.clip, alone=False)
 
     @torch.no_grad()
     def stage(
@@ -163,6 +182,7 @@ class Momentum:
         """Return this rank's next momentum of the bucket's tensors, which is sent in place of gradients. keeps: whether
         the next exchange may begin before this one has ended."""
         late = self._attachment.algorithm.pending is not None
+        clip = self.shown.clip
         moments = self._moments
         places = [torch.empty_like(t) for t in bucket.tensors] if bucket.staged else bucket.views[turn]
         for p, gradient, place in zip(bucket.tensors, gradients, places, strict=True):
@@ -176,22 +196,34 @@ class Momentum:
                 place.copy_(fresh)
             )
             if late and p in self._on_way:
-                place.add_(self._on_way[p], alpha=moment.old)
+                # The momentum to which this is added will have got what is on the way, clipped and with weight decay.
+                coming = self._on_way[p] if clip is None else self._on_way[p] * beside(clip, place)
+                place.add_(coming, alpha=moment.old)
+                if moment.decay:
+                    place.add_(p, alpha=moment.old * moment.new * moment.sign * moment.decay)
             if keeps:
-                self._on_way[p] = fresh
+                # An infinite gradient makes all ranks skip a step, of which nothing must remain.
+                self._on_way[p] = fresh if scale is None else fresh.nan_to_num(0.0, 0.0, 0.0)
+            else:
+                self._on_way.pop(p, None)
         return bucket.stage(places, turn) if bucket.staged else Staged(list(places), None)
 
     @torch.no_grad()
     def to_gradients(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: torch.Tensor | None) -> None:
-        """Change the mean momentum of each parameter, in place, to the gradient that leads to it."""
+        """Change the mean momentum of each parameter, in place, to the gradient that leads to it; to 0 for parameters
+        that have left the optimizer meanwhile."""
         moments = self._moments
         for p, mean in pairs:
+            if p not in moments:
+                mean.zero_()
+                continue
             moment = moments[p]
             before = self._state(p).get(moment.first)
             if before is not None:
                 mean.sub_(before, alpha=moment.old * moment.sign).div_(moment.new)
             else:
                 mean.div_(moment.new)
+            self._unseen.hold(p, mean)
             if scale is not None:
                 mean.mul_(scale.to(mean.device))
 
@@ -204,7 +236,10 @@ class Momentum:
         optimizer, averages = self._attachment.optimizer, self._attachment.algorithm.averages
         scale, found = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         if averages:
+            known = self.shown.clip is not None
             self.shown.before_step()
+            if self.shown.clip is not None and not known and not self._own.factors:
+                self._own.clear()  # of gradients before clipping, which may be many times as large
         else:
             self._own.add(scale, None, alone=True)
         if averages and not self.sends:
@@ -231,6 +266,9 @@ class Momentum:
             return
         if self.begun:
             if not self._own.factors or a.step % REFRESH == 0:
+                if not self._own.factors:
+                    self._unseen.begin(a.optimizer)
+                self._unseen.share(self._ranks)
                 self.share()
         elif a.step % _LOOK == 0 and all(self._ranks.collect(f"whether momentum is sent{a.name}", self._settled())):
             self.begun = True
@@ -286,6 +324,20 @@ class Momentum:
         if not self._shares:
             self._own.factors, self._own.sums = {}, {}
         self._on_way = {}
+        self._unseen = UnseenWeights()
+
+    def follow(self) -> None:
+        """Forget parameters that have left the optimizer, and end what those that have come cannot bear. All ranks call
+        this in the same step."""
+        a = self._attachment
+        if (self._asked and self.unsuited) or (self._shares and self.unshared):
+            self.ask(a.compression, alone=self._shares)
+        numbers = numbers_of(a.optimizer)
+        self._own.follow(numbers)
+        self._unseen.follow(numbers)
+        forget_others(self._on_way, numbers)
+        for sizes in self._sizes:
+            forget_others(sizes, numbers)
 
     def state(self) -> dict[str, Any]:
         """Return the state that is equal on all ranks, for a checkpoint."""
@@ -297,11 +349,12 @@ class Momentum:
         return {
             "begun": self.begun,
             "early": self.shown.early,
-            "clip": float(self.shown.clip),
+            "clip": None if self.shown.clip is None else float(self.shown.clip),
             "factors": factors,
             "sums": sums,
             "sizes": sizes,
             "rates": list(self._rates),
+            "unseen": self._unseen.state(numbers),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -315,6 +368,7 @@ class Momentum:
             for each in (state["factors"], state["sums"], *state["sizes"])
         )
         self._rates = list(state["rates"])
+        self._unseen.load_state(state.get("unseen", {}), parameters)
         if self._asked:
             self._attachment.schema.compress(self._attachment.compression, momentum=self.sends)
 
@@ -333,10 +387,13 @@ class Momentum:
 
     def observe(self) -> dict[str, Any]:
         """Return the state of this rank alone, for a snapshot. The tensors are no copies and stay in use."""
-        return {**self._own.observe(), "on_way": [self._on_way.get(p) for p in self._parameters]}
+        every = self._parameters
+        on_way = [self._on_way.get(p) for p in every]
+        return {**self._own.observe(), "on_way": on_way, "seen": self._unseen.observe(every)}
 
     def restore(self, own: Mapping[str, Any]) -> None:
         """Continue bit for bit from a snapshot. own: the value that `observe` returned."""
         self._own.restore(own)
         every = zip(self._parameters, own["on_way"], strict=True)
         self._on_way = {p: t.to(p.device) for p, t in every if t is not None}
+        self._unseen.restore(own["seen"], self._parameters)

@@ -10,6 +10,7 @@ gradients show: early in training these are alike, so that f is near to 1, and l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 from dadt.comm.compression import INT8
 from dadt.train.algorithm import Attached
-from dadt.train.moment import Moment, beside, moments_of, wide
+from dadt.train.moment import Moment, beside, forget_others, moments_of, wide
 from dadt.train.restored import numbers_of
 
 REFRESH = 50
@@ -43,6 +44,8 @@ class OwnMoments:
         self._samples: dict[torch.Tensor, torch.Tensor] = {}
         """For each parameter, values of this rank's gradients in the last REFRESH steps, at places that all ranks know:
         a row for each step that was sampled."""
+        self._apart = False
+        """Whether this rank has stepped alone, so that the optimizer's v is not of averages any more."""
         self._sampling = True
         """Whether this rank has sampled its gradients since the last refresh, and not only since it joined."""
 
@@ -57,21 +60,23 @@ class OwnMoments:
     def add(self, scale: torch.Tensor | None, clip: torch.Tensor | float | None, *, alone: bool) -> None:
         """Add this rank's own gradients, which `.grad` contains. scale: their loss scale. clip: factor by which the
         script clips averages; None if it clips none. alone: as in `share`."""
+        step, self._apart = self._attachment.step, alone
         for moment, parameters, _ in moments_of(self._attachment.optimizer):
             there = [p for p in parameters if p.grad is not None]
-            if not moment.beta2 or not there:
+            sampling = not alone and step % _EVERY == 0
+            if not there or not (moment.beta2 or sampling):
                 continue
             gradients = _decayed([wide(p.grad) for p in there], there, moment, scale, clip)
-            for p, g in zip(there, gradients, strict=True):
-                if p not in self._of:
-                    self._of[p] = torch.zeros_like(g)
-                self._taken[p] = self._taken.get(p, 0) + 1
-            own = [self._of[p] for p in there]
-            torch._foreach_mul_(own, moment.beta2)
-            torch._foreach_addcmul_(own, gradients, gradients, 1 - moment.beta2)
-            if not alone and self._attachment.step % _EVERY == 0:
+            if moment.beta2:
                 for p, g in zip(there, gradients, strict=True):
-                    self._sample(p, g)
+                    if p not in self._of:
+                        self._of[p] = torch.zeros_like(g)
+                    self._taken[p] = self._taken.get(p, 0) + 1
+                own = [self._of[p] for p in there]
+                torch._foreach_mul_(own, moment.beta2)
+                torch._foreach_addcmul_(own, gradients, gradients, 1 - moment.beta2)
+            for p, g in zip(there, gradients, strict=True) if sampling else ():
+                self._sample(p, g)
 
     def _sample(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Note some values of the gradient, at other places in each step."""
@@ -88,11 +93,15 @@ class OwnMoments:
         """Set v to the mean of the ranks' own second moments, times the tensors' factors, which follow the samples. For
         tensors whose factor is not known, measure the factor and leave v. All ranks call this together. alone: whether
         ranks step alone. Then others may train a parameter that this one does not, and factors stay as they are, since
-        following samples of gradients at other weights has not helped."""
+        following samples of gradients at other weights has not helped; tensors without a factor get the others' mean,
+        as no rank has a v of averages. Without v the factors are those of the samples alone."""
         rows: list[tuple[Moment, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
+        sampled: list[torch.Tensor] = []
         for moment, parameters, _ in moments_of(self._attachment.optimizer):
             for p in parameters:
                 state = self._state(p)
+                if not alone and state.get(moment.first) is not None:
+                    sampled.append(p)
                 if not moment.beta2 or "exp_avg_sq" not in state:
                     if moment.beta2 and alone and p.requires_grad:
                         rows.append((moment, p, None, torch.zeros_like(wide(p))))
@@ -102,12 +111,11 @@ class OwnMoments:
                 own, taken = self._of.get(p), self._taken.get(p, 0)
                 mine = v if own is None else own / (1 - moment.beta2**taken)
                 rows.append((moment, p, v, torch.where(mine.isfinite(), mine, v).sqrt_()))
-        if not rows:
+        if not rows and not sampled:
             self.factors = dict.fromkeys(self._parameters, 1.0)
             return
         ranks = self._attachment.ranks
-        sampled = [] if alone else [(p, self._samples.get(p, _no_samples(p))) for _, p, *_ in rows]
-        samples = {p: values.nan_to_num(0.0, 0.0, 0.0) for p, values in sampled}
+        samples = {p: self._samples.get(p, _no_samples(p)).nan_to_num(0.0, 0.0, 0.0) for p in sampled}
         told = [float(self._sampling), *(float(each.square().sum()) for each in samples.values())]
         squares = torch.tensor(told, dtype=torch.float64, device="cpu")
         ranks.average([squares], "squares of sampled gradients")
@@ -116,7 +124,13 @@ class OwnMoments:
         complete = everywhere > 1 - 0.5 / len(ranks.members)
         square = dict(zip(samples, each_square, strict=True)) if complete else {}
         self._sampling = True
+        ratios = {p: self._possible(float(samples[p].square().sum()), total) for p, total in square.items() if total}
+        without_v = set(sampled).difference(p for _, p, *_ in rows)
+        self.factors.update({p: ratios.get(p, self.factors.get(p, 1.0)) for p in sampled if p in without_v})
+        usual = math.fsum(self.factors.values()) / len(self.factors) if self.factors else 1.0
         for moment, p, before, root in rows:
+            if self._apart:
+                self.factors.setdefault(p, usual)
             if before is None:
                 continue
             mean, state = root.square_(), self._state(p)
@@ -129,9 +143,8 @@ class OwnMoments:
                 total = float(mean.sum() * rest)
                 # Of what the mean contains now, this share was there at the last refresh.
                 kept = min(moment.beta2**REFRESH * self.sums.get(p, 0.0) / max(total, 1e-30), 1.0)
-                if square.get(p):
-                    ratio = self._possible(float(samples[p].square().sum()), square[p])
-                    self.factors[p] += (1 - kept) * (ratio - self.factors[p])
+                if p in ratios:
+                    self.factors[p] += (1 - kept) * (ratios[p] - self.factors[p])
                 self.sums[p] = total
             # If a value that is small within its block is rounded to 0 in 8 bits, v stays as it was.
             fresh = torch.where(mean > 0, mean * self.factors[p], before)
@@ -145,6 +158,11 @@ class OwnMoments:
         """Free the memory of moments that are not needed any more."""
         self._of, self._taken, self._samples = {}, {}, {}
         self.factors, self.sums = {}, {}
+
+    def follow(self, numbers: Mapping[torch.Tensor, int]) -> None:
+        """Forget parameters that are not in `numbers`."""
+        for known in (self._of, self._taken, self._samples, self.factors, self.sums):
+            forget_others(known, numbers)
 
     def join(self) -> None:
         """Replace this rank's own second moments by values that are equal on all ranks, computed from v."""

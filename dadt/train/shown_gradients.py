@@ -25,8 +25,8 @@ class ShownGradients:
         """Whether the script has used averages before the optimizer's step."""
         self.square = 0.0
         """This rank's part of the squared norm of the averaged gradient; 0 if it is not known."""
-        self.clip: torch.Tensor | float = 1.0
-        """Factor by which the script has changed the norm of the last averages."""
+        self.clip: torch.Tensor | float | None = None
+        """Factor by which the script has changed the norm of the last averages; None if it has used none."""
         self._factor: torch.Tensor | None = None
         """Factor by which gradients are multiplied for the script; None if the script sees the gradients that the
         optimizer needs."""

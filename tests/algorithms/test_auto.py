@@ -77,6 +77,8 @@ def test_times_of_momentum_follow_from_its_bytes() -> None:
         assert found.step[name] == pytest.approx(found.exchange[name] + 0.1)
     unmeasured = times({"none": 1.0, "int4": 0.2})
     assert choice.completed(unmeasured).exchange.keys() == unmeasured.exchange.keys()
+    alone = choice.completed(times({"int4": WIRE["int4"]}))
+    assert alone.exchange["momentum:1"] == pytest.approx(WIRE["momentum:1"])
 
 
 def test_a_link_that_carries_a_burst_at_once_is_no_faster_than_its_bytes() -> None:
@@ -325,6 +327,37 @@ def test_a_compression_is_chosen_for_an_algorithm(dadt_run, algorithm: str, seco
     assert ", as bf16 " in other and second in other
     for trained in zip(*run.ranks, strict=True):
         assert_equal(*trained, "replicas")
+
+
+GIVEN = """
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.{optimizer}(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
+    for step in range(60):
+        optimizer.zero_grad()
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    (auto,) = [o for o in gc.get_objects() if type(o).__name__ == "Auto"]
+    report([auto._found == {{}}, model.state_dict()])
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "way"), [("Adam", "pipe with momentum:1: 10.0 ms"), ("RMSprop", "pipe with int4: 10.0 ms")]
+)
+def test_momentum_that_is_given_is_measured_by_its_beginning(dadt_run, optimizer: str, way: str) -> None:
+    """An optimizer that it does not suit sends int4 for the whole training, which is reviewed as well."""
+    script = FAKE.format(exchanges=[0.010]) + ON_TIME + GIVEN.format(optimizer=optimizer)
+    run = dadt_run(script, "--algorithm", "auto", "--compression", "momentum:1", "--warmup-steps", str(WARMUP))
+    (line,) = (line for line in run.lines() if "--algorithm auto" in line and "chooses" in line)
+    assert "exchange 10.0 ms as int4" in line
+    sync = 10.0 + 10.0 * (WIRE["momentum:1"] / WIRE["int4"] if optimizer == "Adam" else 1.0)
+    assert f"chooses {way} a step, where sync with {way.split()[2].rstrip(':')} takes {sync:.1f} ms" in line
+    for reviewed, _ in run.ranks:
+        assert reviewed
+    assert_equal(*(state for _, state in run.ranks), "replicas")
 
 
 APART = """

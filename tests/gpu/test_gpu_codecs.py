@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from dadt import _core
-from dadt.comm.compression import CODECS
+from dadt.comm.compression import CODECS, OF_MOMENTUM
 from dadt.comm.compression.base import BLOCK
 
 pytestmark = pytest.mark.gpu
 BLOCKS = 40
+EVERY = {**CODECS, **OF_MOMENTUM}
 
 
 def values() -> torch.Tensor:
@@ -23,9 +24,9 @@ def values() -> torch.Tensor:
     return blocks
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_same_bytes(name: str) -> None:
-    codec, blocks = CODECS[name], values()
+    codec, blocks = EVERY[name], values()
     wire = torch.empty(BLOCKS, codec.core.block_bytes, dtype=torch.uint8)
     _core.compress(codec.core, blocks.data_ptr(), blocks.numel(), wire.data_ptr(), 0, 0.0)
     assert torch.equal(codec.encode(blocks.cuda()).cpu(), wire)
@@ -34,10 +35,10 @@ def test_the_same_bytes(name: str) -> None:
     assert torch.equal(codec.decode(wire.cuda()).cpu().view(torch.int32), back.view(torch.int32))
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("odd", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_no_number_stays_none(name: str, odd: float) -> None:
-    codec, blocks = CODECS[name], torch.randn(4, BLOCK, device="cuda")
+    codec, blocks = EVERY[name], torch.randn(4, BLOCK, device="cuda")
     blocks[2, 9] = odd
     back = codec.decode(codec.encode(blocks))
     assert not back[2, 9].isfinite() and back[[0, 1, 3]].isfinite().all()

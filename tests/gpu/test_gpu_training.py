@@ -70,6 +70,43 @@ def test_two_workers_on_one_gpu(launch, tmp_path, executor, algorithm, amp):
     check_equal(tmp_path, 2)
 
 
+@pytest.mark.parametrize("amp", [False, True], ids=["float32", "GradScaler"])
+@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "Adam({}, 4e-3, capturable=True)",
+        "AdamW({}, 4e-3, fused=True, weight_decay=0.0)",
+        "Adamax({}, 4e-3)",
+        "SGD({}, 0.02, 0.9)",
+    ],
+)
+def test_momentum_in_one_bit(launch, tmp_path, optimizer, algorithm, amp):
+    """A mask of the last layer's weights is never trained, and stays as it is."""
+    masked = """
+mask = torch.ones_like(model[4].weight)
+mask[:, 7:11] = 0
+model[4].weight.register_hook(lambda gradient: gradient * mask)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+losses = []
+"""
+    ended = """scaler.update()
+    schedule.step()
+    before = before if step else model[4].weight.detach().clone()
+"""
+    text = TRAIN.format(amp=amp).replace("range(40)", "range(120)")
+    text = text.replace("SGD(model.parameters(), lr=0.02, momentum=0.9)", optimizer.format("model.parameters()"))
+    text = text.replace("losses = []\n", masked, 1).replace("scaler.update()\n", ended)
+    text += "assert ((model[4].weight - before)[mask == 0] == 0).all()\n"
+    result = launch(
+        text, "-np", "2", *ONE_GPU, "--executor", "shm", "--algorithm", algorithm, "--compression", "momentum:1",
+        "--warmup-steps", "5", "train.py",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert "from now on momentum is sent" in result.err
+    check_equal(tmp_path, 2)
+
+
 @pytest.mark.parametrize("executor", ["shm", "gloo"])
 def test_four_workers_on_one_gpu(launch, tmp_path, executor):
     result = launch(

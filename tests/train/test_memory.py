@@ -10,19 +10,21 @@ COUNT = """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     optimizer = {optimizer}
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     def held():
         gc.collect()
         tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
         storages = {{t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}}
         return sum(storages.values()) / size
-    for step in range(14):
+    for step in range(24):
         optimizer.zero_grad({zero})
         model(torch.randn(2, 256)).pow(2).mean().backward()
         gradients = [p.grad for p in model.parameters()]
         most = held()  # all gradients are there, and the exchange of the last step has its memory
         del gradients
         optimizer.step()
+        schedule.step()
         left = held()
     state = sum(t.numel() * 4 for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)) / size
     report({{"beside": most - 2 - state, "between": left - 2 - state, "state": model.state_dict()}})
@@ -45,6 +47,11 @@ ADAM = "torch.optim.AdamW(model.parameters(), lr=1e-4)"
         ("--algorithm sync", SGD, "", 1.1),
         ("--algorithm sync --executor tcp", SGD, "", 1.1),
         ("--algorithm sync", SGD, "set_to_none=False", 1.1),
+        # Residuals, and the second moments of the rank's own gradients; with `pipe` its momentum under way, too.
+        ("--algorithm sync --compression momentum:1", ADAM, "", 3.2),
+        ("--algorithm sync --compression momentum:1", SGD, "", 2.2),
+        ("--algorithm pipe --compression momentum:1", ADAM, "", 7.2),
+        ("--algorithm sync --compression int4", ADAM, "", 2.1),
     ],
 )
 def test_few_copies_of_the_weights_are_held(dadt_run, options: str, optimizer: str, zero: str, most: float) -> None:

@@ -39,6 +39,8 @@ def ways(a: Attachment, *, may_part: bool = True) -> dict[Choice, float]:
     longest = round_steps(a.ranks.config.sync_every)
     found: dict[Choice, float] = {}
     parts, suited = may_part and _parts(a), bool(compression) or not a.momentum.unsuited
+    if compression in OF_MOMENTUM and a.momentum.unsuited:
+        compression = "int4"  # as its gradients are sent for the whole training
     if compression not in ("", *(way.compression for way in costs)):
         # What this compression costs is not known, and the same for all algorithms.
         costs = {
@@ -58,7 +60,7 @@ def _parts(a: Attachment) -> bool:
     config, optimizer = a.ranks.config, a.optimizer
     plain = config.outer_lr == 1.0 and config.outer_momentum == 0.0
     equal = config.on_nan != "ignore" or config.verify_every
-    shares = isinstance(optimizer, torch.optim.SGD) or (is_adam(optimizer) and not a.momentum.unsuited)
+    shares = isinstance(optimizer, torch.optim.SGD) or (is_adam(optimizer) and not a.momentum.unshared)
     return plain and not equal and shares
 
 

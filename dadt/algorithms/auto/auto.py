@@ -131,7 +131,7 @@ class Auto(Algorithm):
             return
         if not self._until:
             self._tried = asked.to_try(a)
-            every = [given] if (given := given_compression(a)) else ["none", *self._tried]
+            every = [self._travels] if given_compression(a) else ["none", *self._tried]
             untried = [name for name in every if not record.moving(name)]
             self._until = a.step + max(LEAST_MEASURED - record.steps, TRIES * len(untried) + 1, a.warmup_steps - a.step)
             self._trained = a.trained
@@ -149,7 +149,15 @@ class Auto(Algorithm):
         elif record.steps == 1 and self._tried and not given_compression(a):
             self._gather("link", record.link)
         self._pipe.apply(exchange)
-        record.exchanged(a.compression if a.compresses else "none", exchange.seconds)
+        record.exchanged(self._travels, exchange.seconds)
+
+    @property
+    def _travels(self) -> str:
+        """The compression of this step's exchange. Before momentum is sent, gradients are, in int4."""
+        a = self.attachment
+        if not a.compresses:
+            return "none"
+        return "int4" if a.compression in OF_MOMENTUM and not a.momentum.sends else a.compression
 
     def _gather(self, name: str, value: Any) -> None:
         """Gather every rank's value on all ranks. A step that is repeated after a loss of ranks reuses an allgather
@@ -259,7 +267,7 @@ class Auto(Algorithm):
 
     def _ends(self) -> bool:
         a = self.attachment
-        if a.compression in OF_MOMENTUM and not a.momentum.begun:
+        if a.momentum.begins:
             self._review = a.step + LATE + 2  # the steps before momentum is sent are longer
         if not self._found or a.step < self._review:
             return False

@@ -127,7 +127,10 @@ def _completed(exchange: Mapping[str, float]) -> dict[str, float]:
 
 
 def _with_momentum(found: Mapping[str, float]) -> dict[str, float]:
-    """Return the times with those of momentum, which follow from those of int8 and int4 by their bytes."""
+    """Return the times with those of momentum, which follow by their bytes from those of int8 and int4, or of int4
+    where nothing else was tried."""
+    if found.keys() == {"int4"}:
+        return {**found, **{name: found["int4"] * WIRE[name] / WIRE["int4"] for name in OF_MOMENTUM}}
     if not {"int8", "int4"} <= found.keys():
         return dict(found)
     each = max(0.0, found["int8"] - found["int4"]) / (WIRE["int8"] - WIRE["int4"])

@@ -45,6 +45,10 @@ def _price(a: Attachment, way: Choice) -> str:
     adaptive = any("betas" in group for group in a.optimizer.param_groups)
     less = 1 / sent(way._replace(every=every), adaptive=adaptive)
     parts = [f"sends {less:.2g}x less"] if less > 1 else []
-    if cost := shown(a).costs.get(way):
-        parts.append(f"ends {cost:.2g} of loss above sync for {shown(a).of} (docs/results/accuracy.md)")
+    costs = {each.every: cost for each, cost in shown(a).costs.items() if each._replace(every=way.every) == way}
+    # Rounds of a length that was not measured cost no more than the next longer ones.
+    length = min((each for each in costs if each >= way.every), default=None)
+    if length is not None and costs[length]:
+        most = "" if length == way.every else "at most "
+        parts.append(f"ends {most}{costs[length]:.2g} of loss above sync for {shown(a).of} (docs/results/accuracy.md)")
     return f"; it {' and '.join(parts)}" if parts else ""

@@ -145,6 +145,8 @@ class RoundMoments:
                 continue
             group, moment, rate = of[id(row.parameter)]
             state = optimizer.state[row.parameter]
+            if "exp_avg" not in state:  # the script has cleared it
+                continue
             steps = float(state["step"])
             root = (wide(state["exp_avg_sq"]) / (1 - moment.beta2**steps)).sqrt_().add_(float(group["eps"]))
             # Weight decay that is not added to gradients is subtracted from the weights directly.

@@ -1,0 +1,87 @@
+"""Weights whose gradients have all been exactly 0 so far, such as the padding row of an embedding or weights behind a
+mask. A compression to one or two bits has no 0, so it would give them a momentum as large as their neighbours'."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dadt.comm.compression import INT8
+from dadt.train.moment import forget_others, moments_of
+from dadt.train.ranks import Ranks
+
+
+class UnseenWeights:
+    """For each parameter with such weights, a mask of them, which is equal on all ranks."""
+
+    def __init__(self) -> None:
+        self.masks: dict[torch.Tensor, torch.Tensor] = {}
+        self._seen: dict[torch.Tensor, torch.Tensor] = {}
+        """Where this rank's own gradients were not 0: until `begin` of all parameters, and then of the same ones."""
+
+    @torch.no_grad()
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find weights for which the optimizer's state is 0. Those that had gradients nonetheless, which were rounded
+        to 0, are released by `share`."""
+        self.masks = {}
+        for moment, parameters, _ in moments_of(optimizer):
+            for p in parameters:
+                state = optimizer.state.get(p, {})
+                m, v = (state.get(name) for name in (moment.first, "exp_avg_sq"))
+                if m is not None:
+                    mask = m == 0 if v is None else (m == 0) & (v == 0)
+                    if mask.any():
+                        self.masks[p] = mask
+        self.follow(self.masks)
+
+    def see(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note where this rank's own gradients of these parameters, which `.grad` contains, are not 0."""
+        for p in parameters:
+            if p.grad is not None:
+                gradient = p.grad if p.grad.layout is torch.strided else p.grad.to_dense()
+                found = (gradient != 0) & gradient.isfinite()  # steps with infinite gradients are skipped
+                self._seen[p] = self._seen[p] | found if p in self._seen else found
+
+    def share(self, ranks: Ranks) -> None:
+        """Release the weights for which any rank has noted a gradient. All ranks call this together."""
+        if not self.masks:
+            return
+        found = [
+            self._seen[p][mask].float() if p in self._seen else torch.zeros_like(p[mask], dtype=torch.float32)
+            for p, mask in self.masks.items()
+        ]
+        ranks.average(found, "which weights have had gradients", codec=INT8)
+        for (p, mask), seen in zip(list(self.masks.items()), found, strict=True):
+            mask[mask.clone()] = seen == 0
+            if not mask.any():
+                del self.masks[p]
+                self._seen.pop(p, None)
+
+    def hold(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Set the gradient of these weights to 0, in place."""
+        if parameter in self.masks:
+            gradient.masked_fill_(self.masks[parameter], 0)
+
+    def follow(self, parameters: Container[torch.Tensor]) -> None:
+        """Forget all other parameters."""
+        forget_others(self.masks, parameters)
+        forget_others(self._seen, parameters)
+
+    def state(self, numbers: Mapping[torch.Tensor, int]) -> dict[int, torch.Tensor]:
+        """Return the masks by the parameters' numbers, for a checkpoint."""
+        return {numbers[p]: mask.clone() for p, mask in self.masks.items() if p in numbers}
+
+    def load_state(self, state: Mapping[int, torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+        self.masks = {parameters[i]: m.to(parameters[i].device) for i, m in state.items() if i < len(parameters)}
+        self._seen = {}
+
+    def observe(self, parameters: Sequence[torch.Tensor]) -> list[Any]:
+        """Return what this rank alone has noted, for a snapshot."""
+        return [self._seen.get(p) for p in parameters]
+
+    def restore(self, seen: Sequence[Any], parameters: Sequence[torch.Tensor]) -> None:
+        """Continue from a snapshot. seen: what `observe` returned."""
+        every = zip(parameters, seen, strict=True)
+        self._seen = {p: noted.to(p.device) for p, noted in every if noted is not None}

@@ -1,0 +1,262 @@
+"""What momentum in one bit must not change: how much weight decay and clipping count, which weights stay as they are,
+and what scripts may do with optimizers and parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.checks import assert_equal
+from harness.job import joined
+
+OPTIONS = "--warmup-steps", "4", "--executor", "shm"
+STEADY = """
+    weights = nn.Parameter(torch.ones(32, 32))
+    optimizer = torch.optim.{optimizer}
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
+    for step in range(160):
+        optimizer.zero_grad()
+        (weights * {gradient}).sum().backward()
+        {clip}
+        optimizer.step()
+        schedule.step()
+    (state,) = optimizer.state.values()
+    report([weights.mean().item(), state["{momentum}"].mean().item()])
+"""
+"""Gradients are the same in each step, so that one bit tells them without an error, and a step late, too."""
+CLIP = "nn.utils.clip_grad_norm_([weights], 0.1)"
+TRAININGS = {
+    "sgd": STEADY.format(
+        optimizer="SGD([weights], lr=0.01, momentum=0.9, weight_decay=0.1)",
+        gradient=0.0,
+        clip="",
+        momentum="momentum_buffer",
+    ),
+    "adam": STEADY.format(
+        optimizer="Adam([weights], lr=1e-5, weight_decay=0.1)", gradient=0.01, clip="", momentum="exp_avg"
+    ),
+    "maximize": STEADY.format(
+        optimizer="Adam([weights], lr=1e-5, weight_decay=0.1, maximize=True)",
+        gradient=0.01,
+        clip="",
+        momentum="exp_avg",
+    ),
+    "clipped": STEADY.format(optimizer="Adam([weights], lr=0.01)", gradient=1.0, clip=CLIP, momentum="exp_avg"),
+    "clipped-sgd": STEADY.format(
+        optimizer="SGD([weights], lr=0.01, momentum=0.9)", gradient=1.0, clip=CLIP, momentum="momentum_buffer"
+    ),
+}
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
+def test_weight_decay_and_clipping_count_as_much(algorithm, dadt_run):
+    every = [
+        dadt_run(joined(**TRAININGS), "--algorithm", algorithm, "--compression", compression, *OPTIONS)
+        for compression in ("none", "momentum:1")
+    ]
+    assert every[1].output.count("from now on momentum is sent") == len(TRAININGS)
+    for name in TRAININGS:
+        plain, told = (run.of(name).ranks for run in every)
+        assert told[0] == told[1], name
+        assert told[0] == pytest.approx(plain[0], rel=0.03), name
+
+
+NORMS = """
+    weights = nn.Parameter(torch.zeros(50, 50))
+    optimizer = torch.optim.{optimizer}
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
+    norms = []
+    for step in range(120):
+        noise = torch.randn(50, 50, generator=torch.Generator().manual_seed(1000 * rank + step))
+        optimizer.zero_grad()
+        (weights * noise).sum().backward()
+        norms.append(nn.utils.clip_grad_norm_([weights], 1e9))
+        optimizer.step()
+        schedule.step()
+    report([sum(norms[:40]) / 40, sum(norms[-40:]) / 40])
+"""
+
+
+def test_scripts_see_the_norm_of_averages_of_noise(dadt_run):
+    """It is smaller than that of a rank's own gradients by the root of the number of ranks."""
+    names = {"sgd": "SGD([weights], lr=1e-4, momentum=0.9)", "adamax": "Adamax([weights], lr=1e-6)"}
+    text = joined(**{name: NORMS.format(optimizer=optimizer) for name, optimizer in names.items()})
+    run = dadt_run(text, "--algorithm", "sync", "--compression", "momentum:1", *OPTIONS)
+    assert run.output.count("from now on momentum is sent") == 2
+    for name in names:
+        for before, later in run.of(name).ranks:
+            assert before == pytest.approx(50 / 2**0.5, rel=0.05), name
+            assert later == pytest.approx(before, rel=0.1), name
+
+
+RESTS = """
+    from harness.scenarios import snapshot
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 64, padding_idx=0), nn.Flatten(), nn.Linear(256, 8))
+    model[2].weight.register_hook(lambda g: g * mask)
+    mask = torch.ones(8, 256)
+    mask[:, 100:103] = 0
+    optimizer = torch.optim.{optimizer}
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 160)
+    before = [p.detach().clone() for p in model.parameters()]
+    for step in range(160):
+        some = torch.Generator().manual_seed(1000 * rank + step)
+        # Letter 49 comes on rank 1 alone, and late.
+        x = torch.randint(0, 50 if rank and step > 60 else 49, (16, 4), generator=some)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), x.sum(1) % 8).backward()
+        optimizer.step()
+        schedule.step()
+    moved = [(p.detach() - old).abs().amax(1) for p, old in zip(model[::2].parameters(), before) if p.dim() > 1]
+    rest = (model[2].weight.detach() - before[1])[:, 100:103]
+    report({{"state": snapshot(model, optimizer), "moved": moved[0], "masked": rest}})
+"""
+RESTING = {
+    "adam": "Adam(model.parameters(), lr=1e-2)",
+    "adamax": "Adamax(model.parameters(), lr=1e-2)",
+    "sgd": "SGD(model.parameters(), lr=0.1, momentum=0.9)",
+}
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
+def test_weights_without_gradients_stay_as_they_are(algorithm, dadt_run):
+    text = joined(**{name: RESTS.format(optimizer=optimizer) for name, optimizer in RESTING.items()})
+    run = dadt_run(text, "--algorithm", algorithm, "--compression", "momentum:1", *OPTIONS)
+    assert run.output.count("from now on momentum is sent") == len(RESTING)
+    for name in RESTING:
+        first, second = run.of(name).ranks
+        assert_equal(first["state"], second["state"], name)
+        assert first["moved"][0] == 0 and first["masked"].abs().max() == 0, name
+        assert first["moved"][1:].min() > 0, name  # letter 49, too
+
+
+CHANGES = """
+    import gc, weakref
+    from harness.scenarios import snapshot
+    torch.manual_seed(0)
+    model = nn.Linear(64, 8, bias=False)
+    other = nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.Adam([model.weight, other], lr=4e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 120)
+    right = torch.randn(64, 8, generator=torch.Generator().manual_seed(7))
+    data, gone = torch.Generator().manual_seed(rank), []
+    for step in range(120):
+        x = torch.randn(16, 64, generator=data)
+        if step in (70, 90):
+            # As Gaussian splatting does: a parameter is replaced by one of another size, with its state.
+            group = optimizer.param_groups[0]
+            more = nn.Parameter(torch.cat([other, other[:2]]).detach())
+            state = optimizer.state.pop(other)
+            optimizer.state[more] = {k: torch.cat([v, v[:2]]) if v.dim() else v for k, v in state.items()}
+            group["params"][1] = more
+            gone.append(weakref.ref(other))
+            other = more
+        loss = nn.functional.cross_entropy(model(x) * other[:8], (x @ right).argmax(1)) + other.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 100:
+            for state in optimizer.state.values():
+                for value in state.values():
+                    value.zero_()                            # begins anew, in place
+        optimizer.step()
+        schedule.step()
+    del group, state, value
+    gc.collect()
+    report({"state": snapshot(model, optimizer), "loss": loss.item(), "kept": [ref() is not None for ref in gone]})
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
+def test_parameters_are_replaced_and_states_begin_anew(algorithm, dadt_run):
+    plain, run = (
+        dadt_run(CHANGES, "--algorithm", algorithm, "--compression", compression, *OPTIONS)
+        for compression in ("none", "momentum:1")
+    )
+    assert "from now on momentum is sent" in run.output
+    first, second = run.ranks
+    assert_equal(first["state"], second["state"])
+    assert first["loss"] == pytest.approx(plain.ranks[0]["loss"], rel=0.1)
+    assert not any(first["kept"] + second["kept"])
+
+
+OVERFLOWS = """
+    from harness.scenarios import batch, mlp, snapshot
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    for step in range(60):
+        x, y = batch(rank, step, 0)
+        loss = nn.functional.cross_entropy(model(x), y)
+        if rank == 1 and step == 30:
+            loss = loss * float("inf")
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+    report([scaler.get_scale(), snapshot(model, optimizer)])
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+def test_one_overflow_skips_one_step(algorithm, dadt_run):
+    run = dadt_run(OVERFLOWS, "--algorithm", algorithm, "--compression", "momentum:1", *OPTIONS)
+    assert "from now on momentum is sent" in run.output
+    (scale, first), (_, second) = run.ranks
+    assert scale == 512.0
+    assert_equal(first, second)
+
+
+LINES = """
+    weights = nn.Parameter(torch.ones(8, 8))
+    optimizer = torch.optim.{optimizer}
+    for step in range(12):
+        def closure():
+            optimizer.zero_grad()
+            loss = (weights * (rank + 1)).square().sum()
+            loss.backward()
+            return loss
+        optimizer.step(closure)
+    report(weights.detach())
+"""
+
+
+def test_lines_say_what_travels(dadt_run):
+    names = {
+        "without-momentum": "Adam([weights], lr=1e-3, betas=(0.0, 0.9))",
+        "lbfgs": "LBFGS([weights])",
+        "muon": "Muon([weights])",
+    }
+    text = joined(**{name: LINES.format(optimizer=optimizer) for name, optimizer in names.items()})
+    run = dadt_run(text, "--algorithm", "sync", "--compression", "momentum:1", *OPTIONS)
+    bits = "gradients are sent in 4 bits, as with int4, since"
+    assert f"{bits} Adam has no momentum" in run.output
+    assert f"{bits} the step of Muon is not known" in run.output
+    assert "are averaged at once, uncompressed, and no step is late" in run.output
+    assert "the step of LBFGS" not in run.output
+    for name in names:
+        assert torch.equal(*run.of(name).ranks), name
+
+
+def test_a_group_that_comes_later_may_end_it(dadt_run):
+    run = dadt_run(
+        """
+        from harness.scenarios import snapshot
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.01, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+        for step in range(60):
+            if step == 40:
+                optimizer.add_param_group({"params": list(model[1].parameters()), "momentum": 0.0})
+            x = torch.randn(16, 16, generator=torch.Generator().manual_seed(1000 * rank + step))
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        report(snapshot(model, optimizer))
+        """,
+        *("--algorithm", "pipe", "--compression", "momentum:1", *OPTIONS),
+    )
+    assert "gradients are sent in 4 bits, as with int4, since SGD has no momentum" in run.output
+    assert_equal(*run.ranks)
