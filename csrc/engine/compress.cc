@@ -36,16 +36,25 @@ void compress(const Operation& operation, size_t begin, size_t end, void* wire) 
   for (size_t block = begin; block < end; ++block, to += block_bytes(how.codec)) {
     const size_t first = block * kBlock;
     const size_t count = std::min(kBlock, layout.total() - first);
+    bool all_there = true;
     layout.pieces(first, first + count, [&](size_t tensor, size_t offset, size_t at, size_t some) {
       const uint8_t* from = static_cast<const uint8_t*>(operation.inputs[tensor]);
+      all_there = all_there && from != nullptr;
       gather(values + at, from == nullptr ? nullptr : from + offset * item,
-             counts && owed != nullptr ? owed + first + at : nullptr, keep, some);
+             counts && owed != nullptr && from != nullptr ? owed + first + at : nullptr, keep, some);
     });
     // A block that is not full repeats its values, which does not change their mean and maximum.
     for (size_t i = count; i < kBlock; ++i) values[i] = values[i - count];
     encode(to, values, lost);
-    // With weight 0 the other ranks ignore these values, so the earlier residual remains.
+    // With weight 0 the other ranks ignore these values, so the earlier residual remains. So does that of a
+    // tensor for which this rank has no values: if no rank has any, the mean of what they send is not used.
     if (!counts) std::fill_n(lost, kBlock, std::numeric_limits<float>::quiet_NaN());
+    if (owed != nullptr && !all_there) {
+      layout.pieces(first, first + count, [&](size_t tensor, size_t, size_t at, size_t some) {
+        if (operation.inputs[tensor] != nullptr) return;
+        for (size_t i = at; i < at + some; ++i) lost[i] += owed[first + i] * keep;
+      });
+    }
     if (owed != nullptr) table.settle(owed + first, lost, keep, count);
   }
 }

@@ -7,6 +7,7 @@ Each such optimizer gets a Carrier: a torch optimizer over the same parameters, 
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
@@ -18,12 +19,13 @@ from torch.optim import Optimizer
 from dadt.errors import DadtError
 from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
+from dadt.train.stand_in import StandIn
 
 DEPTH = 6
 """Maximum nesting depth of lists, dictionaries and objects to search for an optimizer's parameters."""
 
 
-class Carrier(Optimizer):
+class Carrier(StandIn):
     """An optimizer of torch that stands for another library's optimizer wherever DADT needs one of torch's. Its state
     consists of the other optimizer's tensors, all stored under the first parameter once a step has created them."""
 
@@ -31,7 +33,9 @@ class Carrier(Optimizer):
         """values: options of the only parameter group, such as its momentum, which DADT needs to predict weights."""
         super().__init__(parameters, values or {})
         self.owner = owner
-        self.run: Callable[[], Any] = lambda: None
+        self.title = owner.__class__.__name__
+        self.unsuited = f"the step of {self.title} is not known"
+        self.run: Callable[[], Any] = nothing
         """Runs the other optimizer's own step with the arguments of the script's latest call."""
 
     def step(self, closure: Any = None) -> Any:
@@ -62,7 +66,7 @@ class Carrier(Optimizer):
         mine, given = self.kept(), state_dict["state"].get(0, {})
         self.state[self._first] = mine
         if {name: t.shape for name, t in mine.items()} != {name: t.shape for name, t in given.items()}:
-            raise DadtError(f"the state of {self.owner.__class__.__name__} is that of another optimizer")
+            raise DadtError(f"the state of {self.title} is that of another optimizer")
         with torch.no_grad():
             for name, tensor in mine.items():
                 tensor.copy_(given[name])
@@ -73,24 +77,39 @@ class Carrier(Optimizer):
         return parameter
 
 
+def nothing() -> None:
+    """The step of a carrier whose optimizer does not step."""
+
+
 def adopt(runtime: Runtime) -> None:
-    """Find all optimizers that are not torch's, and let DADT average gradients at their steps."""
-    seen: set[int] = set()
+    """Find all optimizers that are not torch's, and let DADT average gradients at their steps, and at those of all of
+    the same types that the script builds later."""
     carriers: dict[int, Carrier] = {}
+    kinds: dict[type, None] = {}
     for each in gc.get_objects():
-        if not _steps(type(each)):
-            continue
-        parameters = [p for p in _parameters(each, DEPTH) if id(p) not in seen]
-        if not parameters:
-            continue
-        seen.update(map(id, parameters))
-        unique = list({id(p): p for p in parameters}.values())
-        carriers[id(each)] = Carrier(each, unique)
-        runtime.ranks.say(f"{type(each).__name__} is none of torch's optimizers: averaged at its step all the same")
+        if _steps(type(each)) and _carry(each, carriers, runtime) is not None:
+            kinds[type(each)] = None
     if carriers:  # a replay has no gradients, so it cannot rebuild the state of such optimizers
         runtime.replay.take_no_snapshots("they could not hold the state of such an optimizer")
-    for kind in {type(carrier.owner) for carrier in carriers.values()}:
-        _average_first(kind, carriers)
+    for kind in kinds:
+        _average_first(kind, carriers, runtime)
+
+
+def _carry(owner: Any, carriers: dict[int, Carrier], runtime: Runtime) -> Carrier | None:
+    """Return a new carrier of this optimizer, for parameters that no other optimizer has; None if there are none. It
+    ends with the optimizer."""
+    taken = {id(p) for optimizer in runtime.optimizers for group in optimizer.param_groups for p in group["params"]}
+    parameters = list({id(p): p for p in _parameters(owner, DEPTH) if id(p) not in taken}.values())
+    if not parameters:
+        return None
+    try:
+        weakref.finalize(owner, carriers.pop, id(owner), None).atexit = False
+        carrier = Carrier(weakref.proxy(owner), parameters)
+    except TypeError:  # a type with slots, of which no weak references can be made
+        carrier = Carrier(owner, parameters)
+    carriers[id(owner)] = carrier
+    runtime.ranks.say(f"{type(owner).__name__} is none of torch's optimizers: averaged at its step all the same")
+    return carrier
 
 
 def _steps(kind: type) -> bool:
@@ -116,10 +135,10 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
             yield from _tensors(each, depth - 1)
 
 
-def _average_first(kind: type, carriers: dict[int, Carrier]) -> None:
+def _average_first(kind: type, carriers: dict[int, Carrier], runtime: Runtime) -> None:
     @replaces("step", kind)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        carrier = carriers.get(id(self))
+        carrier = carriers.get(id(self)) or _carry(self, carriers, runtime)
         if carrier is None:
             return step.__wrapped__(self, *args, **kwargs)
         if any(callable(each) for each in (*args, *kwargs.values())):
@@ -128,4 +147,7 @@ def _average_first(kind: type, carriers: dict[int, Carrier]) -> None:
                 " none of torch's, so call backward before it, and step() without a closure"
             )
         carrier.run = lambda: step.__wrapped__(self, *args, **kwargs)
-        return carrier.step()
+        try:
+            return carrier.step()
+        finally:
+            carrier.run = nothing  # which would keep the optimizer alive

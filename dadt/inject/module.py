@@ -22,6 +22,7 @@ from dadt.train.attachment import Attachment
 from dadt.train.common_values import take_means
 from dadt.train.prediction.base import traces
 from dadt.train.runtime import Runtime
+from dadt.train.stand_in import name_of
 
 _UNSEEN_STEPS = 3
 _PASSES_WITHOUT = 10
@@ -194,7 +195,7 @@ class Modules:
                 )
                 advice = "; where that is so, compile the model instead" if modules else ""
                 self.runtime.ranks.say(
-                    f"{type(optimizer).__name__}: {why}: its gradients are delayed without prediction{advice}"
+                    f"{name_of(optimizer)}: {why}: its gradients are delayed without prediction{advice}"
                 )
 
     def _enter_children(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

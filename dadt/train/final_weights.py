@@ -25,6 +25,7 @@ from dadt.train.exchange.fingerprint import is_dense, of_values, some_values
 from dadt.train.optimizers import Optimizers
 from dadt.train.ranks import Ranks
 from dadt.train.replicas import checksum
+from dadt.train.stand_in import name_of
 
 _version = attrgetter("_version")
 _VALUES = 16
@@ -129,7 +130,7 @@ class FinalWeights:
         name = self._optimizers.parameter_names().get(id(parameter), f"parameter {at}")
         ranks = f"rank{'s' * (len(others) > 1)} {' and '.join(filter(None, (', '.join(others[:-1]), others[-1])))}"
         return (
-            f"the ranks' weights differ at the end: those that {type(attachment.optimizer).__name__}{attachment.name}"
+            f"the ranks' weights differ at the end: those that {name_of(attachment.optimizer)}{attachment.name}"
             f" trains, first in {name}, on {ranks} from those on rank {members[0]}. Likely causes: random numbers that"
             " a step or the script adds to weights, weights set from a rank's own batch or anew after training began,"
             " or a change made on one rank alone. --verify-every 10 says from which step on, and makes them equal"

@@ -1,4 +1,4 @@
-"""Describes how optimizers of torch update their momentum and second moment."""
+"""Describes how optimizers update their momentum and second moment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from dadt.comm.shards import is_sharded
+from dadt.train.stand_in import StandIn, name_of
 
+_LEAST_BETA1 = 0.8
+"""Least beta1 of an Adam whose v is kept at least m^2 (`confine`). With a shorter momentum m^2 is the square of few
+gradients, and v would be as large as the largest of these: with 0.5 steps are 0.4 to 0.8 times as long."""
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 
 
@@ -32,10 +36,12 @@ class Moment(NamedTuple):
 
 def unsuited(optimizer: torch.optim.Optimizer) -> str:
     """Return the reason why DADT cannot compute with the optimizer's moments; empty if it can."""
-    name = type(optimizer).__name__
+    name = name_of(optimizer)
     groups = optimizer.param_groups
     if any(is_sharded(p) for g in groups for p in g["params"]):
         return f"{name} trains parts of tensors"
+    if isinstance(optimizer, StandIn):
+        return optimizer.unsuited
     step = inspect.unwrap(type(optimizer).step)
     if is_sgd(optimizer):
         return ""
@@ -50,11 +56,15 @@ def unsuited(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether each step of all parameters of this SGD or Adam is made of earlier gradients, too."""
-    if is_sgd(optimizer):
-        return all(g["momentum"] and g["dampening"] < 1 for g in optimizer.param_groups)
-    return all(g["betas"][0] for g in optimizer.param_groups)
+def lacks_momentum(optimizer: torch.optim.Optimizer) -> str:
+    """Return why the steps of this SGD or Adam are not made of enough earlier gradients; empty if they are."""
+    moments = [moment for moment, _ in moments_of(optimizer)]
+    if not all(m.old and m.new > 0 for m in moments):
+        return f"{name_of(optimizer)} has no momentum"
+    beta1 = min((m.old for m in moments if m.beta2), default=1.0)
+    if beta1 < _LEAST_BETA1:
+        return f"{name_of(optimizer)} has a beta1 of {beta1:g}, and {_LEAST_BETA1} is the least"
+    return ""
 
 
 def is_sgd(optimizer: torch.optim.Optimizer) -> bool:
@@ -72,11 +82,14 @@ def is_adamax(optimizer: torch.optim.Optimizer) -> bool:
     return inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Adamax.step)
 
 
-def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Moment, list[torch.Tensor], float]]:
-    """Yield for each param_group how its momentum is updated, its parameters, and its learning rate."""
+def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Moment, list[torch.Tensor]]]:
+    """Yield for each param_group how its momentum is updated, and its parameters."""
     for group in optimizer.param_groups:
-        sign = -1.0 if group.get("maximize") else 1.0
-        decay, rate = float(group["weight_decay"]), float(group["lr"])
+        if isinstance(optimizer, StandIn):
+            beta1, beta2 = optimizer.betas
+            yield Moment(beta1, 1 - beta1, 1.0, 0.0, "exp_avg", beta2), group["params"]
+            continue
+        sign, decay = -1.0 if group.get("maximize") else 1.0, float(group["weight_decay"])
         if "betas" in group:
             beta1, beta2 = map(float, group["betas"])
             decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
@@ -85,7 +98,38 @@ def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Moment, list[
         else:
             new = 1 - float(group["dampening"])
             moment = Moment(float(group["momentum"]), new, sign, decay, "momentum_buffer", 0.0)
-        yield moment, group["params"], rate
+        yield moment, group["params"]
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return the learning rate of each param_group."""
+    if isinstance(optimizer, StandIn):
+        return [optimizer.rate] * len(optimizer.param_groups)
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """Return the parameter's momentum, second moment and number of steps by the names that torch's optimizers give
+    them; empty before the first step."""
+    if isinstance(optimizer, StandIn):
+        return optimizer.moments(parameter)
+    state: dict[str, Any] = optimizer.state.get(parameter, {})
+    return state
+
+
+def sizes_of(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, float]:
+    """Return for each parameter with a second moment its sum, without bias; with Adamax that of the squares by which
+    it divides."""
+    sizes: dict[torch.Tensor, float] = {}
+    for moment, parameters in moments_of(optimizer):
+        for p in parameters:
+            state = state_of(optimizer, p)
+            if moment.beta2 and "exp_avg_sq" in state:
+                age = int(state["step"])
+                sizes[p] = float(state["exp_avg_sq"].sum()) / (1 - moment.beta2**age) if age else 0.0
+            elif moment.fades and "exp_inf" in state:
+                sizes[p] = float(state["exp_inf"].square().sum())
+    return sizes
 
 
 def forget_others(known: MutableMapping[torch.Tensor, Any], parameters: Container[torch.Tensor]) -> None:

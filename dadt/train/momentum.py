@@ -26,11 +26,23 @@ from dadt.comm.bucket import Bucket, Staged
 from dadt.comm.compression import OF_MOMENTUM
 from dadt.train.algorithm import Attached
 from dadt.train.confine import confine, confine_largest
-from dadt.train.moment import Moment, beside, forget_others, has_momentum, is_sgd, moments_of, unsuited
+from dadt.train.moment import (
+    Moment,
+    beside,
+    forget_others,
+    is_sgd,
+    lacks_momentum,
+    moments_of,
+    rates_of,
+    sizes_of,
+    state_of,
+    unsuited,
+)
 from dadt.train.optimizers import Optimizers
 from dadt.train.own_moments import REFRESH, OwnMoments
 from dadt.train.restored import numbers_of
 from dadt.train.shown_gradients import ShownGradients
+from dadt.train.stand_in import name_of
 from dadt.train.trained import sparse_tables
 from dadt.train.unseen import UnseenWeights
 
@@ -75,15 +87,14 @@ class Momentum:
     @property
     def unsuited(self) -> str:
         """The reason why this optimizer's momentum cannot be sent; empty if it can."""
-        optimizer = self._attachment.optimizer
-        return self.unshared or ("" if has_momentum(optimizer) else f"{type(optimizer).__name__} has no momentum")
+        return self.unshared or lacks_momentum(self._attachment.optimizer)
 
     @property
     def unshared(self) -> str:
         """The reason why ranks that step alone cannot share the optimizer's v; empty if they can, or it has none."""
         a = self._attachment
         sparse = "its embeddings have sparse gradients" * bool(sparse_tables(a.modules, a.parameters))
-        return unsuited(a.optimizer) or sparse
+        return unsuited(a.optimizer) or sparse or ("" if is_sgd(a.optimizer) else lacks_momentum(a.optimizer))
 
     def ask(self, compression: str, *, alone: bool) -> None:
         """Exchange momentum if this compression sends it, and share v if ranks step alone. All ranks call this in the
@@ -98,8 +109,8 @@ class Momentum:
                 self._ranks.say(f"{what}, since {why}")
             self._asked = False
         if self._shares and (why := self.unshared):
-            kind = type(optimizer).__name__
-            self._ranks.say(f"local{name}: what {kind} computes from gradients stays each rank's own, since {why}")
+            what = f"local{name}: what {name_of(optimizer)} computes from gradients"
+            self._ranks.say(f"{what} stays each rank's own, since {why}")
             self._shares = False
         if not (self._asked or self._shares):
             self._own.clear()
@@ -152,12 +163,11 @@ class Momentum:
         return list(numbers_of(self._attachment.optimizer))
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self._attachment.optimizer.state.get(parameter, {})
-        return state
+        return state_of(self._attachment.optimizer, parameter)
 
     @property
     def _moments(self) -> dict[torch.Tensor, Moment]:
-        return {p: moment for moment, parameters, _ in moments_of(self._attachment.optimizer) for p in parameters}
+        return {p: moment for moment, parameters in moments_of(self._attachment.optimizer) for p in parameters}
 
     # Methods in the order in which a step calls them --------------------------------------------------------------
 
@@ -203,7 +213,7 @@ class Momentum:
                     place.add_(p, alpha=moment.old * moment.new * moment.sign * moment.decay)
             if keeps:
                 # An infinite gradient makes all ranks skip a step, of which nothing must remain.
-                self._on_way[p] = fresh if scale is None else fresh.nan_to_num(0.0, 0.0, 0.0)
+                self._on_way[p] = fresh.nan_to_num_(0.0, 0.0, 0.0)
             else:
                 self._on_way.pop(p, None)
         return bucket.stage(places, turn) if bucket.staged else Staged(list(places), None)
@@ -244,7 +254,7 @@ class Momentum:
             self._own.add(scale, None, alone=True)
         if averages and not self.sends:
             return
-        for moment, parameters, _ in moments_of(optimizer):
+        for moment, parameters in moments_of(optimizer):
             divisor = "exp_inf" if moment.fades else "exp_avg_sq"
             there = [p for p in parameters if p.grad is not None and divisor in self._state(p)]
             there = [p for p in there if averages or self.shares(p)]
@@ -277,26 +287,13 @@ class Momentum:
 
     def _settled(self) -> bool:
         """Whether this rank finds that momentum can be sent from now on."""
-        sizes: dict[torch.Tensor, float] = {}
-        rate = 0.0
-        ages: list[int] = []
-        for moment, parameters, group_rate in moments_of(self._attachment.optimizer):
-            rate = max(rate, group_rate)
-            for p in parameters:
-                state = self._state(p)
-                if moment.first not in state or state[moment.first] is None:
-                    continue
-                if moment.beta2:
-                    age = int(state["step"])
-                    sizes[p] = float(state["exp_avg_sq"].sum()) / (1 - moment.beta2**age) if age else 0.0
-                elif moment.fades:
-                    sizes[p] = float(state["exp_inf"].square().sum())
-                ages.append(1)
+        optimizer = self._attachment.optimizer
+        sizes, rate = sizes_of(optimizer), max(rates_of(optimizer), default=0.0)
         self._sizes = [*self._sizes[-2:], sizes]
         self._rates = [*self._rates[-2:], rate]
-        if not ages:
+        if not any(self._state(p).get(moment.first) is not None for p, moment in self._moments.items()):
             return False
-        share = self._attachment.optimizers.progress(self._attachment.optimizer)
+        share = self._attachment.optimizers.progress(optimizer)
         if share:
             return share >= _BEGINNING
         if len(self._sizes) < 3 or rate > self._rates[0]:
@@ -378,7 +375,7 @@ class Momentum:
         if not self._keeps:
             return
         self._on_way = {}
-        for moment, group, _ in moments_of(self._attachment.optimizer):
+        for moment, group in moments_of(self._attachment.optimizer):
             for p in group:
                 if p in averages:
                     mean = averages[p].to(p.device) * moment.new

@@ -19,6 +19,7 @@ from dadt.train.one_batch import OneBatch
 from dadt.train.ranks import Ranks
 from dadt.train.replay_state import ReplayState
 from dadt.train.script import Script
+from dadt.train.stand_in import name_of
 
 _LENGTHS = ("T_max", "total_steps")
 """Attributes in which CosineAnnealingLR and OneCycleLR store the total number of their steps."""
@@ -190,7 +191,7 @@ class Optimizers:
     def leave_alone(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
         """Stop managing this optimizer, so that its gradients are not averaged, and inform the user of the reason."""
         self.left_alone.add(optimizer)
-        name = type(optimizer).__name__
+        name = name_of(optimizer)
         self._ranks.say(f"{name} is left alone: {reason}")
         # Ranks may be at different steps of an optimizer that DADT does not manage, so its state is different on each
         # rank.

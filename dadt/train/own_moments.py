@@ -18,7 +18,7 @@ import torch
 
 from dadt.comm.compression import INT8
 from dadt.train.algorithm import Attached
-from dadt.train.moment import Moment, beside, forget_others, moments_of, wide
+from dadt.train.moment import Moment, beside, forget_others, moments_of, state_of, wide
 from dadt.train.restored import numbers_of
 
 REFRESH = 50
@@ -50,8 +50,7 @@ class OwnMoments:
         """Whether this rank has sampled its gradients since the last refresh, and not only since it joined."""
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self._attachment.optimizer.state.get(parameter, {})
-        return state
+        return state_of(self._attachment.optimizer, parameter)
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
@@ -61,7 +60,7 @@ class OwnMoments:
         """Add this rank's own gradients, which `.grad` contains. scale: their loss scale. clip: factor by which the
         script clips averages; None if it clips none. alone: as in `share`."""
         step, self._apart = self._attachment.step, alone
-        for moment, parameters, _ in moments_of(self._attachment.optimizer):
+        for moment, parameters in moments_of(self._attachment.optimizer):
             there = [p for p in parameters if p.grad is not None]
             sampling = not alone and step % _EVERY == 0
             if not there or not (moment.beta2 or sampling):
@@ -97,7 +96,7 @@ class OwnMoments:
         as no rank has a v of averages. Without v the factors are those of the samples alone."""
         rows: list[tuple[Moment, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
         sampled: list[torch.Tensor] = []
-        for moment, parameters, _ in moments_of(self._attachment.optimizer):
+        for moment, parameters in moments_of(self._attachment.optimizer):
             for p in parameters:
                 state = self._state(p)
                 if not alone and state.get(moment.first) is not None:
@@ -108,9 +107,12 @@ class OwnMoments:
                     continue
                 v, rest = wide(state["exp_avg_sq"]), 1 - moment.beta2 ** state["step"]
                 v = v / torch.as_tensor(rest, dtype=v.dtype, device=v.device).clamp_min(1e-12)
-                own, taken = self._of.get(p), self._taken.get(p, 0)
-                mine = v if own is None else own / (1 - moment.beta2**taken)
-                rows.append((moment, p, v, torch.where(mine.isfinite(), mine, v).sqrt_()))
+                own, count = self._of.get(p), 1 - moment.beta2 ** self._taken.get(p, 0)
+                mine = v / self.factors.get(p, 1.0)
+                if own is not None:
+                    own.copy_(torch.where(own.isfinite(), own, mine * count))  # the script may have skipped such a step
+                    mine = own / count
+                rows.append((moment, p, v, mine.sqrt_()))
         if not rows and not sampled:
             self.factors = dict.fromkeys(self._parameters, 1.0)
             return
@@ -168,7 +170,7 @@ class OwnMoments:
         """Replace this rank's own second moments by values that are equal on all ranks, computed from v."""
         self._of, self._taken, self._samples = {}, {}, {}
         self._sampling = False
-        for moment, group, _ in moments_of(self._attachment.optimizer):
+        for moment, group in moments_of(self._attachment.optimizer):
             for p in group:
                 of = self._state(p)
                 if moment.beta2 and "exp_avg_sq" in of:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dadt.comm.compression import INT8
-from dadt.train.moment import forget_others, moments_of
+from dadt.train.moment import forget_others, moments_of, state_of
 from dadt.train.ranks import Ranks
 
 
@@ -26,9 +26,9 @@ class UnseenWeights:
         """Find weights for which the optimizer's state is 0. Those that had gradients nonetheless, which were rounded
         to 0, are released by `share`."""
         self.masks = {}
-        for moment, parameters, _ in moments_of(optimizer):
+        for moment, parameters in moments_of(optimizer):
             for p in parameters:
-                state = optimizer.state.get(p, {})
+                state = state_of(optimizer, p)
                 m, v = (state.get(name) for name in (moment.first, "exp_avg_sq"))
                 if m is not None:
                     mask = m == 0 if v is None else (m == 0) & (v == 0)

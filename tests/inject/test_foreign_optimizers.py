@@ -93,6 +93,45 @@ def test_they_train_as_torch_s_own_do(dadt_run, algorithm) -> None:
             assert_equal(weights[KINDS[0]], weights[kind], kind)
 
 
+FOLDS = """
+    import gc, weakref
+    class Plain:
+        def __init__(self, parameters):
+            self.parameters = list(parameters)
+        def zero_grad(self):
+            for p in self.parameters:
+                p.grad = None
+        @torch.no_grad()
+        def step(self):
+            for p in self.parameters:
+                p.sub_(p.grad, alpha=0.05)
+
+    def fold(number):
+        model = nn.Linear(4, 1)
+        optimizer = Plain(model.parameters())
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        for step in range(10):
+            x = torch.randn(8, 4, generator=generator)
+            optimizer.zero_grad()
+            (model(x) - x.sum(1, keepdim=True)).pow(2).mean().backward()
+            optimizer.step()
+        return model.state_dict(), weakref.ref(optimizer)
+
+    states, optimizers = zip(*map(fold, range(3)))
+    gc.collect()
+    report({"state": {f"{i} {k}": v for i, s in enumerate(states) for k, v in s.items()},
+            "kept": sum(ref() is not None for ref in optimizers)})
+"""
+
+
+def test_one_that_is_built_later_is_averaged_as_well(dadt_run) -> None:
+    """As in cross-validation. None outlives its fold."""
+    run = dadt_run(FOLDS, "--algorithm", "sync")
+    assert_replicas_equal(run)
+    assert [rank["kept"] for rank in run.ranks] == [0, 0]
+    assert "Plain is none of torch's optimizers: averaged at its step all the same" in run.output
+
+
 def test_a_closure_is_refused(dadt_run) -> None:
     run = dadt_run(MADE.format(optimizer="Plain").replace("optimizer.step()", "optimizer.step(lambda: 0)"), code=1)
     assert "Plain.step was given a closure: DADT averages before the step" in run.output

@@ -103,6 +103,9 @@ ORDERS = """
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     data = TensorDataset(torch.randn(40, 1))
+    mine = torch.randperm(40, generator=torch.Generator().manual_seed(rank)).tolist()
+    if {splits}:
+        data = torch.utils.data.Subset(data, mine[:30])
     loader = DataLoader(data, batch_size=5, shuffle=True{more})
     for _ in range(2):
         for (x,) in loader:
@@ -117,13 +120,19 @@ ORDERS = """
 
 
 @pytest.mark.parametrize(
-    ("more", "alone", "told"),
-    [("", -1, False), ("", 0, True), (", generator=torch.Generator().manual_seed(rank)", -1, True)],
-    ids=["one order", "a pass alone", "a generator"],
+    ("more", "alone", "splits", "told"),
+    [
+        ("", -1, False, False),
+        ("", 0, False, True),
+        (", generator=torch.Generator().manual_seed(rank)", -1, False, True),
+        ("", -1, True, True),
+    ],
+    ids=["one order", "a pass alone", "a generator", "a split"],
 )
-def test_orders_that_differ_are_told(dadt_run, more: str, alone: int, told: bool) -> None:
-    """Also where it is the second pass, as a rank has made one of another loader alone."""
-    run = dadt_run(ORDERS.format(more=more, alone=alone), "--warmup-steps", "2")
+def test_orders_that_differ_are_told(dadt_run, more: str, alone: int, splits: bool, told: bool) -> None:
+    """Also where it is the second pass, as a rank has made one of another loader alone, and where ranks have split the
+    data set otherwise, though they draw from their parts in one order."""
+    run = dadt_run(ORDERS.format(more=more, alone=alone, splits=splits), "--warmup-steps", "2")
     assert_replicas_equal(run)
     assert ("DataLoader #1: ranks draw its samples in different orders" in run.output) is told
 

@@ -144,26 +144,28 @@ LOST_AT_FIRST = """
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for step in range(100):
         optimizer.zero_grad()
-        sum(part(gradient) for part in model).backward()
+        sum(part(gradient) for i, part in enumerate(model) if (step + i) % {every} == 0).backward()
         if {by_hand}:
             for p in model.parameters():
                 p.grad.mul_(1.0)
         optimizer.step()
-    report(torch.stack([p.detach()[1:256] for p in model.parameters()]))
+    report({every} * torch.stack([p.detach()[1:256] for p in model.parameters()]))
 """
 
 
 def test_what_compression_loses_comes_with_later_steps(dadt_run):
     """Also where the script changes gradients by hand, with several buckets launched before that, and where a forward
-    puts new tensors into the place of its buffers. Beside 1.0 one rounding makes 0.001 zero."""
+    puts new tensors into the place of its buffers, and of parameters that are trained in turn. Beside 1.0 one rounding
+    makes 0.001 zero."""
     script = joined(
-        by_hand=LOST_AT_FIRST.format(by_hand=True, reassigns=False),
-        reassigned=LOST_AT_FIRST.format(by_hand=False, reassigns=True),
+        by_hand=LOST_AT_FIRST.format(by_hand=True, reassigns=False, every=1),
+        reassigned=LOST_AT_FIRST.format(by_hand=False, reassigns=True, every=1),
+        in_turn=LOST_AT_FIRST.format(by_hand=False, reassigns=False, every=2),
     )
     run = dadt_run(
         script, *("--algorithm", "sync", "--compression", "int8", "--executor", "shm", "--bucket-mb", "0.002")
     )
-    for part in ("by_hand", "reassigned"):
+    for part in ("by_hand", "reassigned", "in_turn"):
         weights = run.of(part).ranks
         assert torch.equal(*weights), part
         assert weights[0].max() < -0.06, f"{part}: of -0.1"

@@ -27,7 +27,7 @@ def test_v_is_at_least_the_square_of_the_momentum(in_core: bool, options: dict[s
     state["exp_avg"].mul_(torch.rand_like(parameter) * 9)  # so that the square of some is larger than v
     before = state["exp_avg_sq"].clone()
     kept = before / (1 - optimizer.param_groups[0]["betas"][1] ** 3)
-    ((moment, parameters, _),) = moments_of(optimizer)
+    ((moment, parameters),) = moments_of(optimizer)
     assert parameter.grad is not None
     groups, others = grouped([(state["exp_avg_sq"], state["exp_avg"], parameter.grad)])
     assert (len(groups), len(others)) == (in_core, not in_core)
@@ -54,7 +54,7 @@ def test_adamax_divides_by_no_gradient_that_leads_to_a_momentum(options: dict[st
     state = optimizer.state[parameter]
     divisor, m = state["exp_inf"] * 0.999, state["exp_avg"].clone()
     parameter.grad = torch.randn(33, 7) * 20  # so that the momentum of some is larger than the divisor
-    ((moment, _, _),) = moments_of(optimizer)
+    ((moment, _),) = moments_of(optimizer)
     weights = parameter.detach().clone()
     wanted = moment.old * m + moment.new * (moment.sign * parameter.grad + moment.decay * weights)
     larger = wanted.abs() > divisor

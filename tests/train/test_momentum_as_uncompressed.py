@@ -208,6 +208,31 @@ def test_one_overflow_skips_one_step(algorithm, dadt_run):
     assert_equal(first, second)
 
 
+SKIPS = """
+    weights = nn.Parameter(torch.zeros(50, 50))
+    optimizer = torch.optim.Adam([weights], lr=1e-6, betas=(0.9, 0.9))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
+    for step in range(260):
+        noise = torch.randn(50, 50, generator=torch.Generator().manual_seed(1000 * rank + step))
+        if step == 60 and (rank == 1 or {all_ranks}):
+            noise[3] = float("nan")
+        optimizer.zero_grad()
+        (weights * noise).sum().backward()
+        if nn.utils.clip_grad_norm_([weights], 1e9).isfinite():
+            optimizer.step()
+        schedule.step()
+    report(optimizer.state[weights]["exp_avg_sq"].mean().item())
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
+def test_v_is_right_after_a_step_that_the_script_skipped(algorithm, dadt_run):
+    text = joined(one=SKIPS.format(all_ranks=False), all=SKIPS.format(all_ranks=True))
+    run = dadt_run(text, "--algorithm", algorithm, "--compression", "momentum:1", *OPTIONS)
+    for name in ("one", "all"):
+        assert run.of(name).ranks == [pytest.approx(0.5, rel=0.1)] * 2, name
+
+
 LINES = """
     weights = nn.Parameter(torch.ones(8, 8))
     optimizer = torch.optim.{optimizer}
@@ -225,6 +250,7 @@ LINES = """
 def test_lines_say_what_travels(dadt_run):
     names = {
         "without-momentum": "Adam([weights], lr=1e-3, betas=(0.0, 0.9))",
+        "short": "Adam([weights], lr=1e-3, betas=(0.5, 0.999))",
         "lbfgs": "LBFGS([weights])",
         "muon": "Muon([weights])",
     }
@@ -232,6 +258,7 @@ def test_lines_say_what_travels(dadt_run):
     run = dadt_run(text, "--algorithm", "sync", "--compression", "momentum:1", *OPTIONS)
     bits = "gradients are sent in 4 bits, as with int4, since"
     assert f"{bits} Adam has no momentum" in run.output
+    assert f"{bits} Adam has a beta1 of 0.5, and 0.8 is the least" in run.output
     assert f"{bits} the step of Muon is not known" in run.output
     assert "are averaged at once, uncompressed, and no step is late" in run.output
     assert "the step of LBFGS" not in run.output

@@ -19,12 +19,13 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dadt.algorithms.local.outer import Fragment, OuterRow
 from dadt.comm import plain
 from dadt.errors import CommError
 from dadt.train.attachment import Attachment
-from dadt.train.moment import is_adam, moments_of, wide
+from dadt.train.moment import is_adam, moments_of, rates_of, wide
 from dadt.train.own_moments import REFRESH
 
 SHARED = "v"
@@ -45,21 +46,29 @@ class RoundMoments:
         """For each param_group, the sum of the learning rates of all steps that this rank has taken alone."""
         self._begun: dict[str, list[float]] = {}
         """Value of `_rates` when the current round of each fragment began, by the fragment's name."""
-        self._sent: dict[str, tuple[int, list[float]]] = {}
-        """For each fragment whose progress is under way, by name: the value of `_steps` at the end of that round, and
-        the round's sums of learning rates."""
+        self._begun_at: dict[str, int] = {}
+        """Value of `_steps` when the current round of each fragment began."""
+        self._sent: dict[str, tuple[int, int, list[float]]] = {}
+        """For each fragment whose progress is under way, by name: the value of `_steps` at the beginning and at the end
+        of that round, and the round's sums of learning rates."""
+        self._idle = WeakTensorKeyDictionary()
+        """For each parameter, the value of `_steps` after the last step in which it had no gradient."""
 
     def begin(self, fragment: Fragment) -> None:
         """Begin a round of the fragment: note the sums of learning rates so far."""
         self._begun[fragment.name] = list(self._rates)
+        self._begun_at[fragment.name] = self._steps
 
     def stepped(self) -> None:
         """Count a step that this rank has taken alone, and add up its learning rates."""
         self._steps += 1
         # Learning rates count only if the optimizer has made the step, which the script may have skipped.
         if self._attachment.stepping and is_adam(self._attachment.optimizer):
-            rates = [rate for *_, rate in moments_of(self._attachment.optimizer)]
+            rates = rates_of(self._attachment.optimizer)
             self._rates = [sum(each) for each in zip_longest(self._rates, rates, fillvalue=0.0)]
+        for p in self._attachment.parameters:
+            if p.grad is None:
+                self._idle[p] = self._steps
 
     def share(self) -> None:
         """Set Adam's v to a value that all ranks compute together, unless that was done less than REFRESH steps ago.
@@ -101,20 +110,20 @@ class RoundMoments:
     def restart(self, fragment: Fragment) -> None:
         """Replace the momentum by the one that follows from the round's progress. Called at the end of a round, before
         the progress is sent."""
-        rates = self._since(fragment.name)
-        self._sent[fragment.name] = self._steps, rates
+        rates, begun = self._since(fragment.name), self._begun_at.get(fragment.name, 0)
+        self._sent[fragment.name] = begun, self._steps, rates
         self.begin(fragment)
-        for row, m, scale, decay, _ in self._momenta(fragment.rows.values(), rates):
+        for row, m, scale, decay, _ in self._momenta(fragment.rows.values(), rates, begun):
             progress = row.part.data.to(row.anchor) - row.anchor
             m.copy_(progress.add_(row.anchor, alpha=decay).mul_(scale).neg_())
 
     def tell(self, fragment: Fragment) -> None:
         """Correct the momentum by the difference between the ranks' mean progress and this rank's own. Called when the
         mean has arrived, before it is merged."""
-        ended, rates = self._sent.pop(fragment.name, (0, []))
+        begun, ended, rates = self._sent.pop(fragment.name, (0, 0, []))
         found = {id(row.parameter): (own, mean) for row, own, mean in fragment.progress()}
         rows = [row for key, row in fragment.rows.items() if key in found]
-        for row, m, scale, _, beta1 in self._momenta(rows, rates):
+        for row, m, scale, _, beta1 in self._momenta(rows, rates, begun):
             own, mean = found[id(row.parameter)]
             m.sub_((mean - own).mul_(scale), alpha=beta1 ** (self._steps - ended))
 
@@ -131,23 +140,30 @@ class RoundMoments:
 
     @torch.no_grad()
     def _momenta(
-        self, rows: Iterable[OuterRow], rates: Sequence[float]
+        self, rows: Iterable[OuterRow], rates: Sequence[float], begun: int
     ) -> Iterator[tuple[OuterRow, torch.Tensor, torch.Tensor, float, float]]:
         """Yield each row whose momentum follows from its progress, with its momentum, the factor k, the factor `decay
-        sum(lr)` of the anchor, and beta1. rates: for each param_group, the sum of the round's learning rates."""
+        sum(lr)` of the anchor, and beta1. Parameters that had no gradient in one of the round's steps are left out, as
+        their progress is that of fewer steps, and 16-bit ones, whose progress is rounded. rates: for each param_group,
+        the sum of the round's learning rates. begun: the value of `_steps` when the round began."""
         optimizer, momentum = self._attachment.optimizer, self._attachment.momentum
         if not is_adam(optimizer):
             return
         groups = zip(optimizer.param_groups, moments_of(optimizer), rates, strict=False)
-        of = {id(p): (group, moment, rate) for group, (moment, ps, _), rate in groups for p in ps if rate}
+        of = {id(p): (group, moment, rate) for group, (moment, ps), rate in groups for p in ps if rate}
         for row in rows:
             if id(row.parameter) not in of or not momentum.shares(row.parameter):
+                continue
+            idle = row.parameter in self._idle and self._idle[row.parameter] > begun
+            if idle or row.parameter.element_size() == 2:
                 continue
             group, moment, rate = of[id(row.parameter)]
             state = optimizer.state[row.parameter]
             if "exp_avg" not in state:  # the script has cleared it
                 continue
             steps = float(state["step"])
+            if not steps:
+                continue
             root = (wide(state["exp_avg_sq"]) / (1 - moment.beta2**steps)).sqrt_().add_(float(group["eps"]))
             # Weight decay that is not added to gradients is subtracted from the weights directly.
             decay = (float(group["weight_decay"]) - moment.decay) * rate

@@ -206,7 +206,7 @@ class Fragment(BucketExchange):
 
     def send(self, groups: int) -> None:
         """Start sending this rank's progress from the anchor, without waiting for other ranks. Call after `merge`."""
-        growth = self.rate / self.rate_before if self.rate > 0 and self.rate_before > 0 else 1.0
+        growth = self.rate / self.rate_before if self.rate_before > 0 else 1.0
         self.rate_before, self.rate = self.rate, 0.0
         with torch.no_grad():
             for bucket, i, row in self._places():

@@ -99,12 +99,15 @@ class Unsent(Owing):
         self, bucket: Bucket, gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | None
     ) -> list[torch.Tensor | None]:
         """Return the gradients of the bucket's tensors with what is owed, as copies where anything is; nothing is owed
-        after that. A tensor without a gradient is not sent. scale: the loss scale of the gradients."""
+        after that, but of tensors without a gradient, which are not sent. scale: the loss scale of the gradients."""
         keep, owed, self._owed = self.keep(scale), self._owed, None
         if owed is None:
             return list(gradients)
         parts = torch.split(owed, [t.numel() for t in bucket.parts])
         with torch.no_grad():
+            if any(g is None for g in gradients):
+                pairs = zip(gradients, parts, strict=True)
+                self._owed = torch.cat([o.mul(keep) if g is None else torch.zeros_like(o) for g, o in pairs])
             return [
                 # The residual is stored in the order in which the elements lie in memory.
                 None if g is None else plain(g).add(o.mul(keep).as_strided(t.shape, s).to(g.device)).to(g.dtype)

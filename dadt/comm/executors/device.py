@@ -147,7 +147,8 @@ class Device:
             if coding is None:
                 self._executor.start(flat).wait()  # wait() makes the CUDA stream wait, not the host
             else:
-                self._sum_compressed(sums, *coding)
+                starts = [(place.storage_offset() - flat.storage_offset(), place.numel()) for place in absent]
+                self._sum_compressed(sums, *coding, [slice(start, start + count) for start, count in starts])
             ended.record(self._stream)
             if self.on_computed is not None:
                 self.on_computed(name, began, ended)
@@ -157,13 +158,19 @@ class Device:
                 if tensor.is_cuda:
                     tensor.record_stream(self._stream)
 
-    def _sum_compressed(self, flat: torch.Tensor, feedback: Feedback, keep: torch.Tensor | float) -> None:
+    def _sum_compressed(
+        self, flat: torch.Tensor, feedback: Feedback, keep: torch.Tensor | float, absent: Sequence[slice]
+    ) -> None:
         """Sum the values in compressed form: each rank sums one part, in float32 and in rank order, and sends the sum
-        to all ranks. This moves as many bytes as a ring allreduce, without rounding at every hop."""
+        to all ranks. This moves as many bytes as a ring allreduce, without rounding at every hop. absent: where this
+        rank has no values; what is owed there remains, as the sum is not used if no rank has any."""
         codec, size, total = feedback.codec, self.world_size, flat.numel()
         blocks = -(-total // (BLOCK * size)) * size
         owed = feedback.owed(total, flat.device)
         owed.mul_(keep)
+        kept = [owed[each].clone() for each in absent]
+        for each in absent:
+            owed[each] = 0.0
         # Values are divided before the sum, since the sum may exceed the range of 16-bit floats while the mean does
         # not.
         values = in_blocks(flat.to(torch.float32) / size + owed, blocks)
@@ -180,6 +187,8 @@ class Device:
         begin = self._rank * sums.numel()
         mean_lost = (sums - codec.decode(mine)).view(-1)[: max(0, total - begin)]
         owed[begin : begin + sums.numel()] += torch.where(mean_lost.isfinite(), mean_lost, 0.0)
+        for each, before in zip(absent, kept, strict=True):
+            owed[each] += before
         self._executor.gather(mine, wire).wait()
         flat.copy_(codec.decode(wire).view(-1)[:total] * size)
 

@@ -33,6 +33,11 @@ TensorFlow's weights."""
 
 
 class TensorFlowCarrier(Carrier):
+    def __init__(self, owner: Any, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(weakref.proxy(owner), list(parameters))
+        self.title = f"Keras's {self.title}"
+        self.unsuited = f"{self.title} keeps its state in TensorFlow"
+
     def kept(self) -> dict[str, torch.Tensor]:
         """Return an empty state, since TensorFlow itself saves the state of its optimizers."""
         return {}
@@ -54,7 +59,7 @@ class Mirror:
         """The error that made the last step fail, since TensorFlow raises an error of its own instead; None if no step
         has failed."""
         self._parameters = [torch.nn.Parameter(to_torch(v)) for v in self.variables]
-        self._carrier = TensorFlowCarrier(weakref.proxy(optimizer), list(self._parameters))
+        self._carrier = TensorFlowCarrier(optimizer, self._parameters)
         self._begun = False
         if wrapped:
             worker.wrap(self._carrier)

@@ -17,16 +17,61 @@ from dadt.inject.foreign import Carrier
 from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
 
+_ADAMS = ("Adam", "AdamW", "Nadam")
+"""Optimizers of Keras that compute momentum and second moment as torch's Adam does. Their weight decay changes weights
+alone, and so do averages of weights (EMA)."""
+_CLIPS = "clips gradients within its step"
+_WITHIN_STEP = {
+    "amsgrad": "has amsgrad",
+    "clipnorm": _CLIPS,
+    "clipvalue": _CLIPS,
+    "global_clipnorm": _CLIPS,
+    "gradient_accumulation_steps": "accumulates gradients within its step",
+    "loss_scale_factor": "divides gradients by a loss scale within its step",
+}
+"""What other options of theirs do, by their names: momentum or the step is then not made of the averages alone."""
+
 
 class KerasCarrier(Carrier):
     """A torch optimizer that stands for an optimizer of Keras (a carrier), and whose state is the Keras optimizer's
     variables."""
 
-    def __init__(self, owner: Any, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, owner: Any, parameters: Sequence[torch.Tensor], factor: int = 1) -> None:
+        """factor: number by which averaged gradients are multiplied before the Keras optimizer gets them."""
         super().__init__(weakref.proxy(owner), list(parameters), momentum_of(owner))
+        self.title = f"Keras's {self.title}"
+        self.unsuited = _unsuited(owner, self.title, factor)
+        self._variables = {v.value: v for v in owner._trainable_variables}
 
     def kept(self) -> dict[str, torch.Tensor]:
         return {f"{number} {v.path}": v.value.data for number, v in enumerate(self.owner.variables)}
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        return float(self.owner.beta_1), float(self.owner.beta_2)
+
+    @property
+    def rate(self) -> float:
+        return float(self.owner.learning_rate)
+
+    def moments(self, parameter: torch.Tensor) -> dict[str, Any]:
+        if parameter not in self._variables:
+            return {}
+        owner, index = self.owner, self.owner._get_variable_index(self._variables[parameter])
+        every = {"exp_avg": owner._momentums[index], "exp_avg_sq": owner._velocities[index], "step": owner.iterations}
+        return {name: variable.value.data for name, variable in every.items()}
+
+
+def _unsuited(optimizer: Any, title: str, factor: int) -> str:
+    """Return the reason why an optimizer of Keras does not make its momentum of gradients as Adam does; empty if it
+    does."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("keras.") or kind.__name__ not in _ADAMS:
+        return f"the step of {title} is not known"
+    if any(momentum is None for momentum in optimizer._momentums):
+        return f"{title} overwrites weights by gradients"
+    found = [what for name, what in _WITHIN_STEP.items() if getattr(optimizer, name, None)]
+    return f"{title} {found[0]}" if found else f"{title} gets sums of gradients" if factor != 1 else ""
 
 
 class TorchTraining(KerasTraining):
@@ -75,7 +120,9 @@ class TorchTraining(KerasTraining):
         if optimizer not in self._carriers:
             if not optimizer.built:
                 optimizer.build(variables)
-            carrier = self._carriers[optimizer] = KerasCarrier(optimizer, [v.value for v in variables])
+            carrier = self._carriers[optimizer] = KerasCarrier(
+                optimizer, [v.value for v in variables], self.factor_of(optimizer) or 1
+            )
             if self.factor_of(optimizer) is not None:
                 worker.wrap(carrier)
         return self._carriers[optimizer]

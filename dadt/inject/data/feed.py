@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import InitVar, dataclass
 from typing import Any, cast
@@ -79,6 +79,8 @@ class Feed(BatchView):
     over: Callable[[bool], None]
     """Called at the end of each pass, with True if the script has trained during the pass."""
     speeds: Speeds
+    selection: Sequence[Any] = ()
+    """What the data set selects from another one, equal on all ranks unless they have drawn it differently."""
 
     def __post_init__(self, draws_on: bool) -> None:
         self.order = Order(self.share, self.streams, draws_on, self._drawn)
@@ -111,10 +113,10 @@ class Feed(BatchView):
                 self._take()
             raise
         piece = self._take()
-        # Ranks compare their orders by a checksum of the first step's indices. With different orders, samples would be
-        # lost or repeated unnoticed.
+        # Ranks compare their orders by a checksum of the first step's indices, and of those of a Subset. With different
+        # orders, samples would be lost or repeated unnoticed.
         if not self._batches:
-            self._pass.order = zlib.crc32(repr(piece.whole).encode())
+            self._pass.order = zlib.crc32(repr((piece.whole, self.selection)).encode())
         self._batches += 1
         if self._batches == self.steps >= FEW_BATCHES:
             self._look_back()  # the last batch; some scripts never request one more, which would end the pass

@@ -36,6 +36,7 @@ from dadt.inject.data.samplers import (
     inner_sampler,
     sampler_slot,
     samples_of,
+    selection,
     share_of,
 )
 from dadt.inject.data.schedule import Schedules
@@ -276,9 +277,9 @@ class Loaders:
         if feed is None:
             share, prefetches = self._make_share(loader, division), loader.num_workers > 0
             steps = self._shortened(loader, share)
-            over = functools.partial(self._over, role, steps)
-            draws = draws_on(loader)
+            over, draws = functools.partial(self._over, role, steps), draws_on(loader)
             feed = Feed(share, self.runtime, self.streams, role.name, draws, prefetches, steps[0], over, self.speeds)
+            feed.selection = selection(loader.dataset)
         if loader.persistent_workers and loader.num_workers:
             role.feed = feed  # torch uses one iterator object for all passes of persistent workers
         self.schedules.begin()

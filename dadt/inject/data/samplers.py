@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import (
@@ -10,6 +11,7 @@ from torch.utils.data import (
     DataLoader,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -18,6 +20,9 @@ from dadt.inject.data.share import Batches, Divided, Fractions, PerRank, Repeate
 
 DRAW_ONCE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers of torch that draw from the global generators, and only when the first index is requested."""
+
+_COMPARED = 100
+"""Number of indices of a Subset that ranks compare."""
 
 Loader = DataLoader[Any]
 
@@ -32,7 +37,18 @@ def inner_sampler(loader: Loader) -> Any:
 
 def has_distributed_sampler(loader: Loader) -> bool:
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    return any(hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") for sampler in samplers)
+    # One of a single replica reads everything, as where a script shards by a world of its own that has one process.
+    return any(getattr(sampler, "num_replicas", 1) != 1 and hasattr(sampler, "rank") for sampler in samplers)
+
+
+def selection(dataset: Any) -> list[Any]:
+    """Return the length and the first indices of each selection that the data set is of another one (random_split),
+    which ranks have drawn differently if they did so after their training had begun."""
+    found: list[Any] = []
+    while isinstance(dataset, Subset):
+        found.append((len(dataset.indices), list(islice(dataset.indices, _COMPARED))))
+        dataset = dataset.dataset
+    return found
 
 
 def sampler_slot(loader: Loader) -> str:

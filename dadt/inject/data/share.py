@@ -108,8 +108,9 @@ class Batches:
     """Gives the ranks whole batches of the script's own batch sampler in turn: of each group of `size` batches, rank
     number r gets batch number r.
 
-    If fewer than `size` batches are left at the end, or a step has more shares than ranks, the samples of the remaining
-    batches or of the step are put together and divided as evenly as possible.
+    If fewer than `size` batches are left at the end, each is divided among some of the ranks, because samples of two
+    batches may not fit into one: a sampler may sort them by size. If a step has more shares than ranks, or ranks are
+    not equally fast, the samples of its batches are put together and divided.
     """
 
     def __init__(
@@ -137,10 +138,20 @@ class Batches:
             fractions = self.fractions()
             if self.rank < len(group) == self.size == self.shares and not fractions:
                 yield StepShare(group[self.rank], samples_in(group[self.rank]), group)
+            elif all(map(is_batch, group)) and len(group) < self.size:
+                yield self._left_over(group)
             elif all(map(is_batch, group)):
                 yield part(list(chain.from_iterable(group)), self.rank, self.size, self.nominal, fractions)
             else:
                 yield turn(group, self.rank)
+
+    def _left_over(self, group: Sequence[Any]) -> StepShare:
+        """Return this rank's part of one of fewer batches than ranks."""
+        taken = [rank * len(group) // self.size for rank in range(self.size)]
+        mine = taken[min(self.rank, self.size - 1)]  # a rank that has joined counts beyond the others
+        among = taken.index(mine), taken.count(mine)
+        share = part(group[mine], self.rank - among[0], among[1], self.nominal)
+        return share._replace(whole=list(chain.from_iterable(group)))
 
     def __len__(self) -> int:
         return -(-len(cast(Sized, self.batch_sampler)) // self.shares)

@@ -31,8 +31,12 @@ class FolderEntry:
         """folder: the path that the script has given. Names are bytes if the path is, else str."""
         self.name: Any = os.fsencode(entry.name) if isinstance(folder, bytes) else entry.name
         self.path: Any = os.path.join(folder, self.name)
-        self.is_dir, self.is_file, self.is_symlink = entry.is_dir, entry.is_file, entry.is_symlink
-        self.stat, self.inode = entry.stat, entry.inode
+        self._entry = entry
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_entry":  # while it is copied
+            raise AttributeError(name)
+        return getattr(self._entry, name)  # is_dir, stat, inode, and what later versions of Python add
 
     def __fspath__(self) -> Any:
         return self.path

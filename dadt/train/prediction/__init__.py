@@ -15,6 +15,7 @@ from dadt.train.prediction.base import Prediction
 from dadt.train.prediction.displacement import Displacement, auto_factors
 from dadt.train.prediction.expectation import Expectation, share_of
 from dadt.train.prediction.next_step import known
+from dadt.train.stand_in import name_of
 
 
 def choose(
@@ -38,7 +39,7 @@ def choose(
         return Displacement(parameters, by_momentum if factors is None else lambda: factors)
     if not known(optimizer):
         raise ConfigError(
-            f"--predict {config.predict} knows the steps of SGD, Adam and AdamW, not of {type(optimizer).__name__}:"
+            f"--predict {config.predict} knows the steps of SGD, Adam and AdamW, not of {name_of(optimizer)}:"
             " leave --predict at auto"
         )
     return Expectation(optimizer, parameters, share)

@@ -568,6 +568,17 @@ def test_an_own_distributed_sampler_is_left_alone(tmp_path):
     assert a[2] == ["DataLoader #1: shares out its data itself, left as it is."]
 
 
+def test_a_distributed_sampler_of_one_replica_is_shared_out(tmp_path):
+    def script(runtime):
+        data = Numbers(8)
+        sampler = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0)
+        loader = DataLoader(data, batch_size=2, sampler=sampler)
+        return sorted(i for index, _ in loader for i in index.tolist()), len(loader)
+
+    a, b = ranks(2, script, tmp_path)
+    assert sorted(a[0] + b[0]) == list(range(8)) and a[1] == b[1] == 2
+
+
 def test_a_shared_pass_without_a_step_is_noticed(tmp_path):
     def script(runtime):
         runtime.script.began = True
