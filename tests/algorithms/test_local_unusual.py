@@ -27,6 +27,16 @@ WITHOUT_MOMENTUM = """
         optimizer.step()
     report([bool(p.isfinite().all()) for p in model.parameters()])
 """
+SHARED = """
+    weights = nn.Parameter(torch.zeros(16, 16))
+    fast, slow = torch.optim.Adam([weights], lr=1e-2), torch.optim.Adam([weights], lr=1e-4)
+    for step in range(84):
+        for optimizer in (fast, slow):
+            optimizer.zero_grad()
+            weights.sum().backward()
+            optimizer.step()
+    report([optimizer.state[weights]["exp_avg"].mean().item() for optimizer in (fast, slow)])
+"""
 NARROW = """
     weights = nn.Parameter(torch.ones(16, 16, dtype=torch.bfloat16))
     optimizer = torch.optim.Adam([weights], lr=1e-5)
@@ -40,7 +50,9 @@ NARROW = """
 
 def test_momentum_is_that_of_the_steps_of_a_parameter(dadt_run) -> None:
     """Weights of 16 bits do not show their progress, which is below a half of their last place."""
-    run = dadt_run(joined(turn=IN_TURN, narrow=NARROW), *OPTIONS)
+    run = dadt_run(joined(turn=IN_TURN, shared=SHARED, narrow=NARROW), *OPTIONS)
+    for means in run.of("shared").ranks:
+        assert means == pytest.approx([1.0, 1.0], rel=0.05)
     for some, others in run.of("turn").ranks:
         assert some == pytest.approx(1 - 0.9**21, rel=0.05)
         assert others == pytest.approx(1 - 0.9**63, rel=0.05)

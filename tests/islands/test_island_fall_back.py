@@ -23,7 +23,7 @@ torch.manual_seed(0)
 model = torch.nn.Linear(8, 2, bias=False)  # each rank of an island has one row
 fully_shard(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
-for step in range(80):
+for step in range(600):  # ranks propose it to the launcher, which takes as long as it takes
     optimizer.zero_grad()
     drawn = torch.Generator().manual_seed(100 * step + int(os.environ["DADT_RANK"]))
     first, second = model(torch.randn(4, 8, generator=drawn)).pow(2).mean(0)

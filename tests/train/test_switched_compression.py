@@ -29,6 +29,7 @@ def owing(name: str) -> tuple[Bucket, Feedback]:
 
 
 def test_what_is_owed_is_sent_once_and_with_gradients_alone():
+    """That of a tensor without a gradient waits for its next one."""
     bucket, form = owing("int4")
     (rest,) = carried([form], forms("none", [bucket]))
     again = Unsent()
@@ -36,8 +37,10 @@ def test_what_is_owed_is_sent_once_and_with_gradients_alone():
     for each in (rest, again):
         sent = each.added(bucket, [torch.ones(6, 4), None], None)
         assert torch.equal(sent[0], torch.arange(24.0).view(6, 4) + 1) and sent[1] is None
-        one = torch.ones(5)
-        assert each.added(bucket, [None, one], None)[1] is one
+        one, other = torch.ones(6, 4), torch.ones(5)
+        first, second = each.added(bucket, [one, other], None)
+        assert torch.equal(first, one) and torch.equal(second, torch.arange(24.0, 29.0) + 1)
+        assert each.added(bucket, [None, other], None)[1] is other
     (rest,) = carried([form], forms("none", [bucket]))
     rest.forget()
     assert not rest.added(bucket, [torch.zeros(6, 4), None], None)[0].any()

@@ -143,16 +143,18 @@ class RoundMoments:
         self, rows: Iterable[OuterRow], rates: Sequence[float], begun: int
     ) -> Iterator[tuple[OuterRow, torch.Tensor, torch.Tensor, float, float]]:
         """Yield each row whose momentum follows from its progress, with its momentum, the factor k, the factor `decay
-        sum(lr)` of the anchor, and beta1. Parameters that had no gradient in one of the round's steps are left out, as
-        their progress is that of fewer steps, and 16-bit ones, whose progress is rounded. rates: for each param_group,
-        the sum of the round's learning rates. begun: the value of `_steps` when the round began."""
+        sum(lr)` of the anchor, and beta1. Parameters whose progress does not show their momentum are left out: those
+        that had no gradient in one of the round's steps, those of other optimizers, too, and 16-bit ones, whose
+        progress is rounded. rates: for each param_group, the sum of the round's learning rates. begun: the value of
+        `_steps` when the round began."""
         optimizer, momentum = self._attachment.optimizer, self._attachment.momentum
         if not is_adam(optimizer):
             return
         groups = zip(optimizer.param_groups, moments_of(optimizer), rates, strict=False)
+        others = {id(p) for each in self._attachment.siblings if each is not self._attachment for p in each.parameters}
         of = {id(p): (group, moment, rate) for group, (moment, ps), rate in groups for p in ps if rate}
         for row in rows:
-            if id(row.parameter) not in of or not momentum.shares(row.parameter):
+            if id(row.parameter) not in of or id(row.parameter) in others or not momentum.shares(row.parameter):
                 continue
             idle = row.parameter in self._idle and self._idle[row.parameter] > begun
             if idle or row.parameter.element_size() == 2:

@@ -107,7 +107,8 @@ class Unsent(Owing):
         with torch.no_grad():
             if any(g is None for g in gradients):
                 pairs = zip(gradients, parts, strict=True)
-                self._owed = torch.cat([o.mul(keep) if g is None else torch.zeros_like(o) for g, o in pairs])
+                rest = torch.cat([o.mul(keep) if g is None else torch.zeros_like(o) for g, o in pairs])
+                self._owed = rest if rest.any() else None
             return [
                 # The residual is stored in the order in which the elements lie in memory.
                 None if g is None else plain(g).add(o.mul(keep).as_strided(t.shape, s).to(g.device)).to(g.dtype)
