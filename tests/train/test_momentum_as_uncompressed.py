@@ -215,13 +215,13 @@ SKIPS = """
     for step in range(260):
         noise = torch.randn(50, 50, generator=torch.Generator().manual_seed(1000 * rank + step))
         if step == 60 and (rank == 1 or {all_ranks}):
-            noise[3] = float("nan")
+            noise[:10] = float("nan")
         optimizer.zero_grad()
         (weights * noise).sum().backward()
         if nn.utils.clip_grad_norm_([weights], 1e9).isfinite():
             optimizer.step()
         schedule.step()
-    report(optimizer.state[weights]["exp_avg_sq"].mean().item())
+    report(optimizer.state[weights]["exp_avg_sq"][:10].mean().item())
 """
 
 
@@ -230,7 +230,7 @@ def test_v_is_right_after_a_step_that_the_script_skipped(algorithm, dadt_run):
     text = joined(one=SKIPS.format(all_ranks=False), all=SKIPS.format(all_ranks=True))
     run = dadt_run(text, "--algorithm", algorithm, "--compression", "momentum:1", *OPTIONS)
     for name in ("one", "all"):
-        assert run.of(name).ranks == [pytest.approx(0.5, rel=0.1)] * 2, name
+        assert run.of(name).ranks == [pytest.approx(0.5, rel=0.15)] * 2, name
 
 
 LINES = """
