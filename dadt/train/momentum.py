@@ -114,8 +114,9 @@ class Momentum:
             self._shares = False
         if not (self._asked or self._shares):
             self._own.clear()
-            self._unseen = UnseenWeights()
             self.begun = False
+        if not self._asked:
+            self._unseen = UnseenWeights()
 
     def consider(self) -> None:
         """Compute second moments of the rank's own gradients already now, since `ask` may need them later."""
@@ -175,7 +176,8 @@ class Momentum:
     def see(self) -> None:
         """Add this rank's own gradients, which `.grad` contains, to its second moments. Called in each step."""
         if self._watches and self._attachment.algorithm.averages:
-            self._unseen.see(list(self._unseen.masks) if self.begun else self._parameters)
+            if self._asked or self._considered:
+                self._unseen.see(list(self._unseen.masks) if self.begun else self._parameters)
             self.shown.measure(self._own.factors)
             self._own.add(self._attachment.scale, self.shown.clip, alone=False)
 

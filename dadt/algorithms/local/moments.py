@@ -66,9 +66,9 @@ class RoundMoments:
         if self._attachment.stepping and is_adam(self._attachment.optimizer):
             rates = rates_of(self._attachment.optimizer)
             self._rates = [sum(each) for each in zip_longest(self._rates, rates, fillvalue=0.0)]
-        for p in self._attachment.parameters:
-            if p.grad is None:
-                self._idle[p] = self._steps
+            for p in self._attachment.parameters:
+                if p.grad is None:
+                    self._idle[p] = self._steps
 
     def share(self) -> None:
         """Set Adam's v to a value that all ranks compute together, unless that was done less than REFRESH steps ago.

@@ -189,6 +189,3 @@ def averaged(logs: Any, collect: Callable[[dict[str, float]], Sequence[dict[str,
     numbers = {name: float(value) for name, value in logs.items() if not tuple(getattr(value, "shape", ()))}
     every = collect(numbers)
     return {**logs, **{name: sum(each[name] for each in every) / len(every) for name in numbers}}
-
-
-def nothing() -> None: ...

@@ -19,10 +19,10 @@ import torch
 from dadt.config.check import predict_factors
 from dadt.errors import ConfigError, DadtError
 from dadt.frontends.keras import order
-from dadt.frontends.keras.fit import KerasTraining, inner_of, momentum_of, nothing
+from dadt.frontends.keras.fit import KerasTraining, inner_of, momentum_of
 from dadt.frontends.tensorflow.memory import to_numpy, to_torch
 from dadt.inject import worker
-from dadt.inject.foreign import Carrier
+from dadt.inject.foreign import Carrier, nothing
 from dadt.inject.patch import replaces
 from dadt.train.prediction.displacement import factors_by
 from dadt.train.runtime import Runtime

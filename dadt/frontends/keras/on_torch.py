@@ -11,9 +11,9 @@ import torch
 
 from dadt.config.check import UNEQUAL
 from dadt.errors import ConfigError
-from dadt.frontends.keras.fit import KerasTraining, momentum_of, nothing
+from dadt.frontends.keras.fit import KerasTraining, momentum_of
 from dadt.inject import worker
-from dadt.inject.foreign import Carrier
+from dadt.inject.foreign import Carrier, nothing
 from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
 
