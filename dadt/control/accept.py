@@ -106,9 +106,11 @@ class Entrance:
 def listen_at(path: Path, backlog: int) -> socket.socket:
     """Return a non-blocking Unix socket that listens at a path. Raises OSError."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    server.bind(str(path))
+    bound = path.with_name(f"{path.name}~")
+    server.bind(str(bound))
     server.listen(backlog)
     server.setblocking(False)
+    bound.rename(path)  # clients that find a socket that does not listen yet would be refused
     return server
 
 

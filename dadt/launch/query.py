@@ -127,6 +127,7 @@ class Query:
             self._folder.tend()
             if not self._folder.query.exists():
                 server = listen_at(self._folder.query, BACKLOG)
+                self._accept()  # a caller that connected before the socket was removed
                 self._agents.forget(self._entrance.server)
                 self._entrance.renew(server)
                 self._agents.watch(server, self._accept)

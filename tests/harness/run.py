@@ -87,11 +87,12 @@ def write_script(folder: Path, script: str, alone: bool = False) -> list[str]:
 
 
 def end(runs: list[Run]) -> None:
-    """Ends what still runs."""
+    """Ends what still runs. What it has said is shown if the test has failed."""
     for run in runs:
         if run.process.poll() is None:
             run.process.send_signal(signal.SIGTERM)
-        run.process.communicate(timeout=PATIENCE)
+        _, err = run.process.communicate(timeout=PATIENCE)
+        print(err.decode(errors="replace"))
 
 
 def await_nothing_left(folder: Path) -> None:

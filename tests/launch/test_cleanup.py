@@ -292,7 +292,8 @@ while step < last:
     optimizer.step()
     with open("now.txt", "w") as file:
         file.write(str(step))
-    assert open("now.txt").read() == str(step)
+    if last < 1 << 30:  # nothing is removed any more
+        assert open("now.txt").read() == str(step)
     torch.save(model.state_dict(), "last.pt")
     if os.path.exists("stop"):
         last = int(open("stop").read())
@@ -303,7 +304,7 @@ print("ends")
 
 
 def take_away(path, to):
-    """At once, as a script that writes into a folder which is just being removed meets an error in any case."""
+    """At once, so that a script never finds half of it."""
     path.rename(to / f"taken-{time.monotonic_ns()}")
 
 

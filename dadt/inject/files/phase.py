@@ -100,7 +100,7 @@ class PhasedTree(Tree):
     def _forget(self) -> None:
         """Delete all private copies of this rank alone, and forget which files it removed privately."""
         with self.real():
-            for name in listdir(self._own):
+            for name in listdir(self._own) if kind(self._own) is not None else ():
                 shutil.rmtree(os.path.join(self._own, name), ignore_errors=True)
 
     def replayed(self) -> None:
@@ -126,7 +126,7 @@ def in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: PhasedTree, *args: Any, **kwargs: Any) -> Any:
         with self.turn():
-            return method(self, *args, **kwargs)
+            return self.outlive(lambda: method(self, *args, **kwargs))
 
     return call
 

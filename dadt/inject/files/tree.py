@@ -19,10 +19,10 @@ import stat
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 # Imported by name, because DADT later replaces these functions in the module `os`.
-from os import link, listdir, lstat, readlink, rename, scandir, unlink
+from os import link, listdir, lstat, mkdir, readlink, rename, scandir, unlink
 from os import open as os_open
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ class Tree:
         self._none = os.path.join(self.tree, ".none")
         self.removals: Counter[str | None] = Counter()
         """How often this rank has removed or renamed each path, as a private copy or as a real file."""
+        self._created = 0
+        """How often the tree was created again."""
         for folder in self._trees:
             os.makedirs(folder, mode=0o700, exist_ok=True)
 
@@ -138,11 +140,40 @@ class Tree:
                     unlink(private)
             return private
 
+    def outlive(self, act: Callable[[], Any]) -> Any:
+        """Return what `act` returns, which makes private copies. It is called again if the tree was removed meanwhile,
+        as by a cleaner of /tmp, since the folders that it had made in the tree are then missing."""
+        while True:
+            before = self._identity()
+            try:
+                return act()
+            except (FileNotFoundError, FileExistsError):
+                if self._identity() == before:
+                    raise
+
+    def _identity(self) -> tuple[int, int | None]:
+        """Return what is another once the tree was removed or created."""
+        try:
+            return self._created, lstat(self.tree).st_ino
+        except FileNotFoundError:
+            return self._created, None
+
+    def _make_root(self) -> None:
+        """Create the folder of private copies, and those above it, which no other user may access, if they are
+        missing."""
+        if kind(self.tree) is None:
+            missing = [folder for folder in (self.tree, *map(str, Path(self.tree).parents)) if kind(folder) is None]
+            for folder in reversed(missing):
+                with suppress(FileExistsError):
+                    mkdir(folder, 0o700)
+            self._created += 1
+
     def _prepare(self, folder: str) -> None:
         """Create the folder in the tree of private copies. Raises FileNotFoundError or NotADirectoryError if the rank
         sees no such folder."""
         with self.real():
             scandir(self.where(folder)).close()
+            self._make_root()
             os.makedirs(self.tree + folder, exist_ok=True)
 
     def _cover(self, folder: str) -> None:
@@ -287,7 +318,7 @@ def on_kept_paths(original: Callable[..., Any]) -> Callable[[Callable[..., Any]]
             if (known := self.path(path, dir_fd)) is None:
                 return original(path, *args, **(kwargs if dir_fd is None else {**kwargs, "dir_fd": dir_fd}))
             with named(path):
-                return method(self, path, known, *args, **kwargs)
+                return self.outlive(lambda: method(self, path, known, *args, **kwargs))
 
         return call
 

@@ -69,6 +69,7 @@ class Entrances:
 
     def _renew(self, rank: int) -> None:
         server = self._listen(rank)
+        self._accept(rank, self._entrances[rank])  # those that connected before their socket was removed
         self._launcher.forget(self._entrances[rank].server.fileno())
         self._entrances[rank].renew(server)
         self._watch(rank)

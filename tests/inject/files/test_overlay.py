@@ -6,7 +6,9 @@ import os
 import random
 import shutil
 import stat
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -387,3 +389,32 @@ def test_what_the_first_rank_has_renamed_already_is_this_ranks_own(tmp_path: Pat
     for name in names[1:]:
         second.rename(half, name)
     assert sorted(listed()) == ["last-0.pt", "last-1.pt", "last-2.pt"]
+
+
+def test_files_can_be_written_while_a_cleaner_takes_the_private_copies_away(tmp_path: Path) -> None:
+    """At any moment: what is being written is lost, and the next file is written again."""
+    overlay, taken, done = overlay_of(tmp_path), tmp_path / "taken", threading.Event()
+    folder = tmp_path / "real" / "a" / "b"
+    folder.mkdir(parents=True)
+
+    def clean() -> None:
+        number = 0
+        while not done.wait(0.001):
+            number += 1
+            with suppress(FileNotFoundError):
+                os.rename(overlay.tree, f"{taken}{number}")
+
+    cleaner = threading.Thread(target=clean)
+    cleaner.start()
+    try:
+        for step in range(3000):
+            os.close(overlay.open(folder / f"file{step % 3}", FLAGS["w"]))
+    finally:
+        done.set()
+        cleaner.join()
+    assert len(list(tmp_path.glob("taken*"))) > 10
+    shutil.rmtree(overlay.tree, ignore_errors=True)
+    overlay.take_over()
+    os.close(overlay.open(folder / "file0", FLAGS["w"]))
+    assert overlay.is_private(str(folder / "file0"))
+    assert stat.S_IMODE(os.stat(overlay.tree).st_mode) == 0o700
