@@ -21,15 +21,25 @@ def test_leaves_a_process():
 """
 LEAVES_A_SEGMENT = """
 def test_leaves_a_segment():
-    open("/dev/shm/dadt-test-leftover", "wb").write(b"x")
+    open("shared-memory/dadt-test-leftover", "wb").write(b"x")
 """
 
 
 def run_pytest(folder: Path, test: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """With folders of its own in place of the machine's, where other tests make files at the same time."""
+    own = {
+        "SETTLE_SECONDS = 20.0": "SETTLE_SECONDS = 0.5",
+        'SHARED_MEMORY = Path("/dev/shm")': f'SHARED_MEMORY = Path("{folder / "shared-memory"}")',
+        'JOBS = Path(f"/tmp/dadt-{os.getuid()}")': f'JOBS = Path("{folder / "jobs"}")',
+    }
+    (folder / "shared-memory").mkdir()
     for path in [TESTS / "conftest.py", *(TESTS / "harness").glob("*.py")]:
         copy = folder / path.relative_to(TESTS)
         copy.parent.mkdir(exist_ok=True)
-        copy.write_text(path.read_text().replace("SETTLE_SECONDS = 20.0", "SETTLE_SECONDS = 0.5"))
+        text = path.read_text()
+        for ours, its in own.items():
+            text = text.replace(ours, its)
+        copy.write_text(text)
     (folder / "test_it.py").write_text(test)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
@@ -46,14 +56,9 @@ def test_a_process_left_behind_fails_the_run(tmp_path: Path, options: tuple[str,
 
 
 def test_a_segment_left_behind_fails_the_run(tmp_path: Path) -> None:
-    segment = Path("/dev/shm/dadt-test-leftover")
-    segment.unlink(missing_ok=True)
-    try:
-        done = run_pytest(tmp_path, LEAVES_A_SEGMENT)
-    finally:
-        segment.unlink(missing_ok=True)
+    done = run_pytest(tmp_path, LEAVES_A_SEGMENT)
     assert done.returncode == 1, done.stdout
-    assert f"{segment}: nobody uses it" in done.stdout
+    assert f"{tmp_path}/shared-memory/dadt-test-leftover: nobody uses it" in done.stdout
 
 
 def test_a_clean_run_passes(tmp_path: Path) -> None:
