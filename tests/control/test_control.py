@@ -166,7 +166,7 @@ def test_a_failure_that_another_caused_is_not_the_cause_though_it_comes_first(la
 )
 def test_a_file_is_awaited_until_it_is_there_or_never_comes(launch, first, verdict):
     script = HEAD + (
-        f"if rank == 0:\n    {first}\n"
+        f"meet('begin')\nif rank == 0:\n    {first}\n"  # as the other may still be starting
         "else:\n    print(control.await_save('f', 1, 1, 4, 3.0))\n" + ("" if "exit" in first else "    meet('end')\n")
     )
     result = launch(script)
@@ -239,7 +239,8 @@ def test_what_one_rank_puts_others_get(launch):
 
 def test_who_has_not_put_is_named(launch):
     script = HEAD + (
-        "if rank == 2: meet('end', 20)\n"
+        "meet('begin')\n"  # as others may still be starting
+        "if rank == 2: meet('end')\n"
         "control.put(f'group/{rank}', b'')\n"
         "try: control.get(['group/0', 'group/1', 'group/2'], 0.5)\n"
         "except StartTimeout as error: print(error)\n"
