@@ -92,9 +92,22 @@ def answer(server: socket.socket) -> None:
             connection.send(TOKEN)
 
 
+PATIENT = f"""#!{sys.executable}
+import runpy
+from dadt.launch.agent import agent
+agent.ADDRESS_SECONDS = {PATIENCE}
+runpy.run_module("dadt.launch.agent", run_name="__main__", alter_sys=True)
+"""
+"""A Python whose agent waits for an address until the test has made one."""
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a network of its own")
-def test_a_host_may_get_its_address_while_the_job_starts():
-    channel = LocalChannel(sys.executable, ["unshare", "--net"])
+def test_a_host_may_get_its_address_while_the_job_starts(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(PATIENT)
+    python.chmod(0o755)
+    channel = LocalChannel(str(python), ["unshare", "--net"])
+    frames: list[Frame] = []
     look = {
         "job": "late",
         "index": 0,
@@ -106,16 +119,14 @@ def test_a_host_may_get_its_address_while_the_job_starts():
         "orphan_timeout": 30.0,
     }
 
+    def came() -> bool:
+        if select.select([channel.link.reader], [], [], 0)[0]:
+            frames.extend(channel.link.receive())
+        return bool(frames)
+
     def heard() -> Frame:
-        frames: list[Frame] = []
-
-        def came() -> bool:
-            if select.select([channel.link.reader], [], [], 0)[0]:
-                frames.extend(channel.link.receive())
-            return bool(frames)
-
         await_that(came, "a frame of the agent")
-        return frames[0]
+        return frames.pop(0)
 
     def ip(*words: str) -> None:
         subprocess.run(["nsenter", "--net", "-t", str(channel._process.pid), "ip", *words], check=True)
@@ -126,7 +137,8 @@ def test_a_host_may_get_its_address_while_the_job_starts():
         ip("link", "add", "late0", "type", "veth", "peer", "name", "late1")
         ip("link", "set", "late0", "up")  # its peer is not: there is no carrier yet
         ip("addr", "add", "10.77.0.1/24", "dev", "late0")
-        ready = heard()
+        while (ready := heard()).kind == "beat":
+            pass
         assert ready.kind == "ready"
         assert [(each["interface"], each["address"]) for each in ready["addresses"]] == [("late0", "10.77.0.1")]
     finally:
