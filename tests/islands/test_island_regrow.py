@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from harness.patience import PATIENCE
-from harness.sharded import SHARDED
+from harness.sharded import PARTS, SHARDED, parts
 
 # The loop ends 20 steps after as many new workers have joined as are to be lost: all ranks read the same number.
 SCRIPT = f"""{SHARDED}
@@ -87,14 +87,6 @@ moments = [getattr(m, "full_tensor", lambda m=m: m)().flatten() for m in states 
 print("ends with", json.dumps([n, schedule.get_last_lr(), torch.cat([*whole, *moments]).tolist()]), flush=True)
 dist.destroy_process_group()
 """
-# Registered before torch is imported, it comes after the last average.
-PARTS = """
-import atexit
-def tell():
-    parts = [getattr(p.detach(), "to_local", p.detach)().flatten() for p in model.parameters()]
-    print("part", json.dumps([number, n, torch.cat(parts).tolist()]), flush=True)
-atexit.register(tell)
-"""
 OPTIONS = ["--island", "2", "--min-np", "1", "--warmup-steps", "5", "--snapshot-every", "1000steps"]
 
 
@@ -149,10 +141,9 @@ def test_a_new_island_joins_islands_that_train_alone(start, kind: str, islands: 
     result = run.finish(3 * PATIENCE)
     assert result.code == 0 and "the checkpoint is one of" not in result.err, result.err
     assert result.err.count("new workers start in place of ranks") == len(victims.split(","))
-    told = map(json.loads, re.findall(r"part (.*)", result.out.decode()))
-    parts = {number: part for number, *part in told}  # of the newest worker
-    assert parts.keys() == set(range(2 * islands))
-    assert all(part == parts[number % 2] for number, part in parts.items()), result.err
+    found = parts(result.out)
+    assert found.keys() == set(range(2 * islands))
+    assert all(part == found[number % 2] for number, part in found.items()), result.err
 
 
 @pytest.mark.slow
