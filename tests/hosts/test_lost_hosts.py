@@ -28,7 +28,8 @@ def test_hosts_that_cannot_be_reached_are_left_out(hosts, start, tmp_path):
     (tmp_path / "go").touch()
     network = hosts(3)
     network.cut(network[0])
-    options = ("--min-np", "2", "--start-timeout", "4", *OPTIONS)
+    network.configure("h0", ConnectTimeout=2)  # the others are given 15 s more
+    options = ("--min-np", "2", *OPTIONS)
     result = start(network, TRAIN, "-np", "6", "-H", network.list(2), *options, "train.py").finish()
     assert result.code == 0, result.err
     assert re.search(r"^dadt: warning: h0: .*: training begins without it$", result.err, re.MULTILINE)
@@ -41,7 +42,8 @@ def test_hosts_that_cannot_be_reached_are_left_out(hosts, start, tmp_path):
 def test_too_few_hosts_can_be_reached(hosts, start):
     network = hosts(2)
     network.cut(network[1])
-    options = ("--min-np", "3", "--start-timeout", "4")
+    network.configure("h1", ConnectTimeout=2)
+    options = ("--min-np", "3")
     result = start(network, TRAIN, "-np", "4", "-H", network.list(2), *options, "train.py").finish()
     assert result.code == 3
     last = result.err.splitlines()[-1]

@@ -98,6 +98,10 @@ def test_hosts_that_cannot_be_reached_are_left_out_where_fewer_do() -> None:
     assert begin.nodes == begin.all[:1]
     assert begin.actions[-1] == DismissHosts(begin.all[1:])
     assert begin.said() == ["host1: refused: training begins without it"]
+    begin = Begin(2)
+    begin.gather([(1.0, 0, ready())], all_needed=False)
+    assert begin.nodes == begin.all[:1]
+    assert begin.said() == ["host1: is not connected after 60 s: training begins without it"]
 
 
 def test_each_host_tries_the_others_addresses() -> None:
