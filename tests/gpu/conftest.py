@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 import torch
+
+from dadt.control.machine import free_ports
 
 MISSING = "no CUDA device: torch.cuda.is_available() is false"
 
@@ -25,6 +26,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def unused_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+    return free_ports(1)[0]

@@ -14,6 +14,7 @@ from harness.patience import SETTLE_SECONDS, await_that
 from harness.run import Result, Run, is_running
 
 from dadt.control.connection import Reach
+from dadt.control.machine import free_ports
 from dadt.errors import LaunchError
 from dadt.launch.launchers.node_rendezvous import FileRendezvous
 
@@ -30,8 +31,7 @@ SLEEP = (
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def node(start: Start, rank: int, where: object, script: str = SHOW, *more: str, **env: str) -> Run:

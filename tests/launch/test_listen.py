@@ -198,11 +198,12 @@ def test_who_is_early_waits(door: Door) -> None:
 
 
 def test_who_waits_in_vain_says_where_and_why() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    reach = Reach(addresses=["127.0.0.1", "::1"], port=port, key=KEY, silence=5.0)
-    with pytest.raises(Unreached) as caught:
-        dial(lambda: reach, {}, time.monotonic() + 0.3)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody else can listen there meanwhile
+        port = closed.getsockname()[1]
+        reach = Reach(addresses=["127.0.0.1", "::1"], port=port, key=KEY, silence=5.0)
+        with pytest.raises(Unreached) as caught:
+            dial(lambda: reach, {}, time.monotonic() + 0.3)
     assert f"127.0.0.1:{port} (Connection refused)" in str(caught.value)
     assert f"[::1]:{port}" in str(caught.value)
 

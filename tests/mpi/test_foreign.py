@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 from pathlib import Path
 
@@ -15,6 +14,8 @@ from harness.checks import assert_equal, assert_near
 from harness.mpis import installed
 from harness.patience import PATIENCE
 from harness.scenarios import WARMUP, simulate
+
+from dadt.control.machine import free_ports
 
 RANK = """
 import os
@@ -192,9 +193,7 @@ def two_hosts(folder: Path, script: str, **env: str) -> list[tuple[int, str]]:
 
 
 def test_several_hosts_meet_at_master_addr(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_ports(1)[0])
     script = f"{RANK}\nimport torch, dadt\n{STEP}\nstep()\n{OWN_GROUP}"
     ends = two_hosts(tmp_path, script, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, DADT_EXECUTOR="gloo")
     assert [code for code, _ in ends] == [0, 0], ends
@@ -223,9 +222,7 @@ print(dadt.broadcast_object({{"rank": rank}}))
 
 def test_objects_travel_between_hosts_only_under_a_secret(tmp_path):
     """Whoever reaches torch's store learns all that is in it, and a pickle runs code where it is read."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_ports(1)[0])
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DADT_EXECUTOR": "gloo"}
     ends = two_hosts(tmp_path, OBJECTS, **env)
     assert [code for code, _ in ends] == [1, 1]
@@ -251,9 +248,7 @@ def test_rank_0_names_no_code_for_others_without_a_secret(tmp_path):
     (tmp_path / "stranger.py").write_text(
         "open('loaded', 'a').close()\nfrom dadt.algorithms.sync import Sync as Algorithm"
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_ports(1)[0])
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DADT_EXECUTOR": "gloo", "DADT_START_TIMEOUT": "10"}
     code, text = two_hosts(tmp_path, CODE, **env)[1]
     assert code == 2

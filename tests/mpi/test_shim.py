@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,14 @@ pytestmark = pytest.mark.alone
 
 
 @pytest.fixture
-def env() -> dict[str, str]:
+def env() -> Iterator[dict[str, str]]:
     """The variables of a rank 1 of two, whose launcher has listened at a port where nobody listens now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        reach = Reach(addresses=["127.0.0.1"], port=listener.getsockname()[1], key=b"k" * 32, silence=5.0)
-    note = {"job": f"gone{os.getpid()}", "shares": [2], "reach": reach.to_text(), "timeout": START_TIMEOUT}
-    ranks = {f"OMPI_COMM_WORLD_{name}": value for name, value in {"SIZE": "2", "LOCAL_SIZE": "2"}.items()}
-    return {**os.environ, **ranks, **place(1), NOTE: json.dumps(note)}
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody else can listen there meanwhile
+        reach = Reach(addresses=["127.0.0.1"], port=closed.getsockname()[1], key=b"k" * 32, silence=5.0)
+        note = {"job": f"gone{os.getpid()}", "shares": [2], "reach": reach.to_text(), "timeout": START_TIMEOUT}
+        ranks = {f"OMPI_COMM_WORLD_{name}": value for name, value in {"SIZE": "2", "LOCAL_SIZE": "2"}.items()}
+        yield {**os.environ, **ranks, **place(1), NOTE: json.dumps(note)}
 
 
 def place(rank: int) -> dict[str, str]:

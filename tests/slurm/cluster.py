@@ -15,6 +15,8 @@ from pathlib import Path
 
 from harness.patience import PATIENCE, await_that
 
+from dadt.control.machine import free_ports
+
 PROGRAMS = {"munge": "munged", "slurmctld": "slurmctld", "slurmd": "slurmd", "slurm-client": "srun"}
 """What each Debian package brings."""
 PATH = f"{os.environ['PATH']}{os.pathsep}/usr/sbin"
@@ -162,12 +164,3 @@ def missing() -> str:
         return "a Slurm of the tests' own needs root"
     absent = [package for package, program in PROGRAMS.items() if shutil.which(program, path=PATH) is None]
     return f"a Slurm of the tests' own needs {', '.join(absent)} (apt-get install)" if absent else ""
-
-
-def free_ports(count: int) -> list[int]:
-    """Held all at once, so that they differ."""
-    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(server.getsockname()[1]) for server in servers]
-    for server in servers:
-        server.close()
-    return ports

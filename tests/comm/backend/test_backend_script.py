@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,8 @@ import pytest
 from harness import forkserver, lightened
 from harness.job import starter
 from harness.patience import PATIENCE
+
+from dadt.control.machine import free_ports
 
 TOY = """
 import os, sys
@@ -74,8 +75,7 @@ def run(folder: Path, script: str, command: list[str], **variables: str) -> subp
 
 
 def port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
+    return str(free_ports(1)[0])
 
 
 def beside(name: str) -> str:
