@@ -56,6 +56,12 @@ class Unreached(LaunchError):
 
     nobody_listens = False
     """Whether every address answered that no process listens at the port."""
+    another_key = False
+    """Whether a launcher was reached that has another key."""
+
+
+class _AnotherKey(ValueError):
+    """Raised if the other side has shown that it does not know this side's key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,14 +205,22 @@ def dial(
     the address that worked. find: returns where the listener listens, or raises Unreached while this is unknown; called
     before each round of attempts. whom: what error messages call the listener. listens: whether it has listened since
     before this process was started, so that it has ended if nobody listens. Raises Refused, or Unreached: after the
-    deadline, or as soon as the listener is known to have ended."""
+    deadline, or as soon as the listener is known to have ended. The message says why the last round failed, and if a
+    listener with another key was reached before, this as well: it may have given up meanwhile."""
     pause, longest = PAUSES
+    earlier: Unreached | None = None
     while True:
         try:
             return attempt(find(), hello, deadline, whom)
         except Unreached as error:
             if time.monotonic() + pause >= deadline or (listens and error.nobody_listens):
-                raise
+                if earlier is None or error.another_key:
+                    raise
+                both = Unreached(f"{error}; before, {earlier}")
+                both.nobody_listens = error.nobody_listens
+                raise both from error
+            if error.another_key:
+                earlier = error
         time.sleep(pause)
         pause = min(2 * pause, longest)
 
@@ -244,6 +258,7 @@ def attempt(reach: Reach, hello: Words, deadline: float, whom: str) -> tuple[Sea
     """Try each of the listener's addresses once. Raises Refused, or Unreached if none works."""
     failures = []
     nobody_listens = True
+    another_key = False
     for address in reach.addresses:
         where = f"[{address}]:{reach.port}" if ":" in address else f"{address}:{reach.port}"
         patience = min(CONNECT_SECONDS, max(0.1, deadline - time.monotonic()))
@@ -259,6 +274,7 @@ def attempt(reach: Reach, hello: Words, deadline: float, whom: str) -> tuple[Sea
             connection.close()
             failures.append(f"{where} ({error})")
             nobody_listens = False
+            another_key = another_key or isinstance(error, _AnotherKey)
             continue
         if "refused" in answer:
             connection.close()
@@ -267,6 +283,7 @@ def attempt(reach: Reach, hello: Words, deadline: float, whom: str) -> tuple[Sea
         return SealedConnection(connection, seal), answer, where
     unreached = Unreached(f"{whom} was not reached at {', '.join(failures)}")
     unreached.nobody_listens = nobody_listens
+    unreached.another_key = another_key
     raise unreached
 
 
@@ -279,7 +296,7 @@ def _introduce(connection: socket.socket, key: bytes, hello: Words, deadline: fl
     try:
         proof = _read(connection, PROOF_BYTES, deadline)
     except (EOFError, ConnectionResetError) as error:
-        raise ValueError(f"{whom} there has another key") from error
+        raise _AnotherKey(f"{whom} there has another key") from error
     _check(proof, _proof(key, b"launcher", ours, theirs))
     seal = Seal.between(key, ours + theirs, b"agent", b"launcher")
     _write_words(connection, seal, hello, deadline)
@@ -294,7 +311,7 @@ def _proof(key: bytes, role: bytes, ours: bytes, theirs: bytes) -> bytes:
 
 def _check(proof: bytes, expected: bytes) -> None:
     if not hmac.compare_digest(proof, expected):
-        raise ValueError("it has another key")
+        raise _AnotherKey("it has another key")
 
 
 def _write_words(connection: socket.socket, seal: Seal, words: Words, deadline: float) -> None:

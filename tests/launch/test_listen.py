@@ -129,6 +129,16 @@ def test_another_key_does_not_get_in_and_is_told(door: Door) -> None:
     assert door.came.empty()
 
 
+def test_another_key_is_told_of_a_launcher_that_has_ended_since(door: Door) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        wrong = replace(door.reach, key=b"other")
+        reaches = iter([wrong, replace(wrong, port=closed.getsockname()[1])])
+        told = r"Connection refused\); before, the launcher was not reached at .*the launcher there has another key\)"
+        with pytest.raises(Unreached, match=told):
+            dial(lambda: next(reaches), {"name": "n1"}, time.monotonic() + PATIENCE, listens=True)
+
+
 def test_a_launcher_that_does_not_know_the_key_is_not_believed() -> None:
     """Whoever took the port of a launcher that is gone gets no agent, and no proof to use elsewhere."""
     with socket.create_server(("127.0.0.1", 0)) as impostor:
