@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT
 from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
-from harness.run import is_running
+from harness.run import await_end_of
 from ray_cluster import BIN, ENVIRONMENT, Cluster, RayRun
 
 pytestmark = [
@@ -166,7 +166,7 @@ def test_ctrl_c(cluster: Cluster, tmp_path: Path) -> None:
     running.signal(signal.SIGINT)
     result = running.finish()
     assert result.code == 130
-    assert not any(map(is_running, workers))
+    await_end_of(*workers)
 
 
 AWAY = """

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from harness import forkserver
 from harness.patience import PATIENCE, await_that
-from harness.run import FOLDERS, Run, is_running, left_of
+from harness.run import FOLDERS, Run, await_end_of, is_running, left_of
 
 from dadt_cli.terminal import console
 from dadt_cli.terminal.table import fitting
@@ -307,7 +307,7 @@ if os.fork() == 0:
         done = dadt("kill", run.job)
         assert done.returncode == 0, done.stderr
         assert f"job {run.job} has ended on this machine: rank 0 (pid {run.workers[0]})" in done.stdout
-        assert not any(map(is_running, [*run.workers, *daemons, agent]))
+        await_end_of(*run.workers, *daemons, agent)
         assert run.job not in dadt("ps").stdout
     finally:
         if is_running(agent):

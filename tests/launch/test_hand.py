@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness.patience import SETTLE_SECONDS, await_that
-from harness.run import Result, Run, is_running
+from harness.patience import await_that
+from harness.run import Result, Run, await_end_of
 
 from dadt.control.connection import Reach
 from dadt.control.machine import free_ports
@@ -214,7 +214,7 @@ def test_a_signal_to_another_node_ends_the_job(start: Start, port: int, number: 
     result = first.finish()
     assert result.code != 0
     assert "node1" in result.err.splitlines()[-1]
-    assert not any(map(is_running, workers))
+    await_end_of(*workers)
 
 
 def test_a_node_that_is_preempted_ends_the_job_so_that_all_are_queued_again(start: Start, port: int) -> None:
@@ -236,7 +236,7 @@ def test_nothing_outlives_a_node_that_was_killed(start: Start, port: int, rank: 
     assert result.code == 3
     if rank == 0:
         assert result.err.splitlines()[-1] == "dadt: node0 is gone, without a word on how the job ended"
-    await_that(lambda: not any(map(is_running, workers)), "the end of the workers", seconds=SETTLE_SECONDS)
+    await_end_of(*workers)
 
 
 def test_what_keeps_node_0_from_starting_is_said_everywhere(start: Start, port: int, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import stranger
 from cluster import CORES, Cluster
 from harness import ROOT, jobs, lightened
 from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
-from harness.run import DADT, is_running, left_of, parent, write_script
+from harness.run import DADT, await_end_of, is_running, left_of, parent, write_script
 
 from dadt.errors import ConfigError
 from dadt.launch.hosts import slurm
@@ -196,7 +196,7 @@ def test_a_signal_ends_the_job_on_all_nodes(cluster: Cluster, tmp_path: Path, nu
     os.kill(launcher(process.pid), number)
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 128 + number, err
-    assert not any(map(is_running, workers))
+    await_end_of(*workers)
 
 
 def test_nothing_outlives_scancel(cluster: Cluster, tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_nothing_outlives_a_launcher_that_was_killed(cluster: Cluster, tmp_path:
     process, workers = begin(cluster, tmp_path, alone=True)
     os.kill(launcher(process.pid), signal.SIGKILL)
     process.communicate(timeout=PATIENCE)
-    await_that(lambda: not any(map(is_running, workers)), "the end of the workers", seconds=SETTLE_SECONDS)
+    await_end_of(*workers)
 
 
 def test_an_agent_that_was_killed_is_told(cluster: Cluster, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_an_agent_that_was_killed_is_told(cluster: Cluster, tmp_path: Path) -> N
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 3, err
     assert re.search(r"dadt: n2: the agent has ended \(srun: Killed\)", err), err
-    assert not any(map(is_running, workers))
+    await_end_of(*workers)
 
 
 def test_the_others_train_on_without_an_agent_that_was_killed(cluster: Cluster, tmp_path: Path) -> None:
