@@ -58,11 +58,17 @@ def begin(start, script: str = "", *arguments: str) -> Run:
     return run
 
 
+def told_of(run: Run) -> str:
+    """The job's own line: others may run as well."""
+    (line,) = [line for line in dadt("ps").stdout.splitlines() if line.startswith(run.job)]
+    return line
+
+
 @pytest.mark.alone
 def test_ps_lists_the_job_with_its_steps_and_logs(start):
     run = begin(start)
-    await_that(lambda: "7-8" in dadt("ps").stdout, "the steps")
-    line = next(line for line in dadt("ps").stdout.splitlines() if line.startswith(run.job))
+    await_that(lambda: "7-8" in told_of(run), "the steps")
+    line = told_of(run)
     logs = run.folder / "dadt-logs" / run.job
     assert re.fullmatch(rf"{run.job}  \d\d:\d\d:\d\d +1 host x 2 +7-8  running +train.py --lr 0.1 +{logs}", line)
 
@@ -116,10 +122,10 @@ def test_a_table_fits_a_terminal(monkeypatch, width, head):
 
 def test_ps_shows_who_was_lost(start):
     run = begin(start, "", "-np", "2", "--min-np", "1", "train.py")
-    await_that(lambda: "7-8" in dadt("ps").stdout, "the steps")
+    await_that(lambda: "7-8" in told_of(run), "the steps")
     os.kill(run.workers[0], signal.SIGKILL)
     await_that(lambda: "lost" in dadt("ps", run.job).stdout, "the loss")
-    (line,) = [line for line in dadt("ps").stdout.splitlines() if line.startswith(run.job)]
+    line = told_of(run)
     assert re.search(r" 8 +running, 1 lost ", line)
     lost, left = dadt("ps", run.job).stdout.splitlines()[1:]
     assert re.search(r"lost: was killed by signal 9 \(SIGKILL\), \d+ s ago$", lost)
