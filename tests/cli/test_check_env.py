@@ -14,6 +14,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -82,16 +83,26 @@ def test_a_torch_that_crashes_is_told_with_its_signal(torch_of: Torch) -> None:
 def test_a_torch_that_hangs_is_ended_with_its_children(
     torch_of: Torch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SUBJECTS, "torch", 2.0)
+    pids = tmp_path / "pids"
+
+    class Hanging(subprocess.Popen[bytes]):
+        """Its time to answer begins once it hangs."""
+
+        def communicate(self, *arguments: Any, **options: Any) -> tuple[bytes, bytes]:
+            await_that(lambda: pids.exists() and pids.read_text(), "a torch that hangs")
+            return super().communicate(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Hanging)
+    monkeypatch.setitem(SUBJECTS, "torch", 0.5)
     code = f"""
         import os, subprocess, time
         child = subprocess.Popen(["sleep", "600"])
-        open({str(tmp_path / "pids")!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+        open({str(pids)!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
         time.sleep(600)
     """
     check = found("torch", **torch_of(code))
-    assert (check.verdict, check.value) == ("fail", "no answer within 2 s")
-    processes = [psutil.Process(int(p)) for p in (tmp_path / "pids").read_text().split() if psutil.pid_exists(int(p))]
+    assert (check.verdict, check.value) == ("fail", "no answer within 0.5 s")
+    processes = [psutil.Process(int(p)) for p in pids.read_text().split() if psutil.pid_exists(int(p))]
     _, alive = psutil.wait_procs([p for p in processes if p.status() != psutil.STATUS_ZOMBIE], timeout=PATIENCE)
     assert not alive
 
