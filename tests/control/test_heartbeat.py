@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.journal import whole_lines
 from harness.patience import PATIENCE, await_that
 from harness.run import Run
 
@@ -188,8 +188,7 @@ def _ip(worker: int, words: str) -> None:
 
 def events(run: Run, kind: str) -> list[dict[str, Any]]:
     path = run.folder / "dadt-logs" / run.job / "events.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [line for line in lines if line["kind"] == kind]
+    return [line for line in whole_lines(path) if line["kind"] == kind]
 
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="networks can be made by root only")

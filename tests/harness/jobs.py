@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from harness.journal import whole_lines
 
 TRAIN = """
 import hashlib, os, pathlib, time, torch
@@ -33,7 +34,7 @@ def weights(out: str) -> set[str]:
 def journal(folder: Path) -> list[dict[str, Any]]:
     """What happened in the one job whose logs are there."""
     (path,) = folder.glob("dadt-logs/*/events.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return whole_lines(path)
 
 
 def refusals(folder: Path) -> list[str]:

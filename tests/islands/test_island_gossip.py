@@ -6,19 +6,16 @@ import json
 import re
 
 import pytest
+from harness.journal import EVENTS
 from harness.patience import PATIENCE
 from harness.sharded import SHARDED
 
 # All ranks train until as many as were lost have begun anew, and then for 30 steps more.
-SCRIPT = f"""{SHARDED}
+SCRIPT = f"""{SHARDED}{EVENTS}
 import pathlib, time
 logs = pathlib.Path("dadt-logs", os.environ["DADT_JOB"])
 victim, again = map(int, sys.argv[1:])
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-def events(kind):
-    text = (logs / "events.jsonl").read_text()
-    return [event for line in text[: text.rfind("\\n") + 1].splitlines() if (event := json.loads(line))["kind"] == kind]
 
 starts = [event["rank"] for event in events("started")].count(number)
 if number == again and starts == 2:

@@ -8,11 +8,12 @@ import re
 from typing import Any
 
 import pytest
+from harness.journal import EVENTS
 from harness.patience import PATIENCE
 from harness.sharded import PARTS, SHARDED, parts
 
 # The loop ends 20 steps after as many new workers have joined as are to be lost: all ranks read the same number.
-SCRIPT = f"""{SHARDED}
+SCRIPT = f"""{SHARDED}{EVENTS}
 import contextlib, subprocess, time
 from functools import partial
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -33,10 +34,6 @@ elif kind == "tensor":
     parallelize_module(model, dist.init_device_mesh("cpu", (2,)), {{"0": ColwiseParallel(), "3": RowwiseParallel()}})
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 30, gamma=0.9)
-
-def events(kind):
-    with open(f"dadt-logs/{{os.environ['DADT_JOB']}}/events.jsonl") as file:
-        return [event for line in file if (event := json.loads(line))["kind"] == kind]
 
 def goes_on(n):
     if not joins:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -11,20 +10,19 @@ from random import Random
 from typing import Any
 
 import pytest
+from harness.journal import EVENTS, whole_lines
 from harness.patience import PATIENCE, await_that
 from harness.replayed import HEAD
 
 OPTIONS = ["--min-np", "1", "--warmup-steps", "5", "--snapshot-every", "1000steps", "--seed", "7"]
 
 # The loop ends 20 steps after as many new workers have joined as are to be lost: all ranks read the same number.
-REGROWS = """
-import itertools, json
+REGROWS = (
+    EVENTS
+    + """
+import itertools
 rank, joins = int(os.environ["DADT_RANK"]), os.environ.get("DADT_JOINS") == "1"
 victims = [int(each) for each in os.environ["VICTIMS"].split(",")]
-
-def events(kind):
-    with open(f"dadt-logs/{job}/events.jsonl") as file:
-        return [event for line in file if (event := json.loads(line))["kind"] == kind]
 
 def over():
     return os.path.exists("stop") if victims == [-1] else len(events("join")) == len(victims)
@@ -48,6 +46,7 @@ def dies(n):
     if n >= 20 and joined < len(victims) and len(events("regroup")) == joined and victims[joined] == rank:
         os.kill(os.getpid(), signal.SIGKILL)
 """
+)
 
 LOOPS = {
     "classifier": """
@@ -212,9 +211,7 @@ def test_workers_may_be_killed_at_any_time(start, tmp_path, seed: int, local: bo
     run = start(script, *options, "train.py", VICTIMS="-1")
 
     def events() -> list[dict[str, Any]]:
-        return [
-            json.loads(line) for line in (tmp_path / "dadt-logs" / run.job / "events.jsonl").read_text().splitlines()
-        ]
+        return whole_lines(tmp_path / "dadt-logs" / run.job / "events.jsonl")
 
     def trains() -> set[int]:
         """Ranks that do, as far as is known."""
@@ -226,9 +223,7 @@ def test_workers_may_be_killed_at_any_time(start, tmp_path, seed: int, local: bo
                 found.discard(event["rank"])
         return found
 
-    await_that(
-        lambda: (tmp_path / "dadt-logs" / run.job / "events.jsonl").exists() and len(trains()) == 3, "three ranks train"
-    )
+    await_that(lambda: len(trains()) == 3, "three ranks train")
     for _ in range(10):
         time.sleep(chance.uniform(0.0, 5.0))  # the moment is what is tried
         pids = {event["rank"]: event["pid"] for event in events() if event["kind"] == "started"}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from harness import ROOT
+from harness.journal import whole_lines
 from harness.patience import PATIENCE, await_that
 from harness.run import DADT, Run
 from prometheus_client.parser import text_string_to_metric_families
@@ -189,7 +190,7 @@ def _moments(run: Run) -> dict[int, set[float]]:
     """When each rank had come further, by its own clock, as progress.jsonl tells it twice a second."""
     path = run.folder / "dadt-logs" / run.job / "progress.jsonl"
     found: dict[int, set[float]] = {}
-    for moment in map(json.loads, path.read_text().splitlines() if path.exists() else []):
+    for moment in whole_lines(path):
         if moment["samples"]:
             found.setdefault(moment["rank"], set()).add(moment["clock"])
     return found
