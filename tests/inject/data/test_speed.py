@@ -37,6 +37,10 @@ SCRIPT = """
     report(dict(model=model.state_dict(), seen=seen, steps=len(loader)))
 """
 
+MORE = 1.1
+"""How many times the samples of the slow rank the fast one sees at least. It would be 3 to 10 on a machine that does
+nothing else: what else it does takes both ranks the same time. With equal parts it is 1."""
+
 
 def test_each_position_is_one_ranks() -> None:
     draw = random.Random(1)
@@ -83,7 +87,7 @@ def test_the_fast_rank_gets_more_and_weights_are_those_of_one_process(dadt_run, 
     assert fast["steps"] == slow["steps"] == alone["steps"]
     for name, value in alone["model"].items():
         assert (value - fast["model"][name]).abs().max() < 1e-5, name
-    assert len(fast["seen"]) > 1.3 * len(slow["seen"])
+    assert len(fast["seen"]) > MORE * len(slow["seen"])
     assert "--batch speed: of each step's samples ranks get" in run.output
 
 
@@ -91,7 +95,7 @@ def test_the_fast_rank_gets_more_and_weights_are_those_of_one_process(dadt_run, 
 def test_late_averages(dadt_run) -> None:
     run = dadt_run(SCRIPT.format(kind="plain"), "--warmup-steps", "30", "--batch", "speed")
     assert_equal(run.ranks[0]["model"], run.ranks[1]["model"], "replicas")
-    assert len(run.ranks[0]["seen"]) > 1.3 * len(run.ranks[1]["seen"])
+    assert len(run.ranks[0]["seen"]) > MORE * len(run.ranks[1]["seen"])
 
 
 @pytest.mark.slow
