@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import sys
@@ -18,7 +19,7 @@ from harness.ranks import printed
 from torch.distributed import FileStore
 
 from dadt.comm.backend.rendezvous import GroupRendezvous
-from dadt.comm.executors import c10d, hierarchical
+from dadt.comm.executors import c10d, hierarchical, proof
 from dadt.comm.executors.keys import Keys
 from dadt.config import Config
 from dadt.control.schema import WORKER
@@ -132,9 +133,28 @@ UNPROVED = (
     " in its place; see docs/security.md"
 )
 SILENT = (
-    "rank 2 of the Gloo group did not prove within 1 s that it belongs to this job: it has stopped, or something else "
-    "answered on its port; see docs/security.md"
+    "rank 2 of the Gloo group did not prove within 120 s that it belongs to this job: it has stopped, or something "
+    "else answered on its port; see docs/security.md"
 )
+
+
+def watch(folder: str, rank: int) -> None:
+    """The time for proofs, which is 120 s, is over once ranks 0 and 1 have heard each other, and nothing of rank 2."""
+    proofs: list[proof.Proof] = []
+    looks = itertools.count()
+
+    class Watched(proof.Proof):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            proofs.append(self)
+
+    def now() -> float:
+        if proofs and proofs[0].silent == [2]:
+            Path(folder, f"heard{rank}").touch()
+        over = all(Path(folder, f"heard{each}").exists() for each in (0, 1))
+        return 120.0 * (next(looks) > 0 and over)
+
+    proof.Proof, proof.monotonic, proof._LOOK_SECONDS = Watched, now, 0.05  # type: ignore[misc]
 
 
 def start(rank: int, folder: str, stranger: str) -> None:
@@ -147,9 +167,10 @@ def start(rank: int, folder: str, stranger: str) -> None:
         group = c10d.group("gloo", Keys(meet, 2, 3), world, range(3), PATIENCE, c10d.name_of("gloo", range(3)))
         STRANGERS[stranger](group)
         return
-    seconds = 1.0 if stranger == "silent" else PATIENCE
+    if stranger == "silent":
+        watch(folder, rank)
     try:
-        c10d.connect("gloo", Config(timeout=PATIENCE, start_timeout=seconds), world, meet)
+        c10d.connect("gloo", Config(timeout=PATIENCE, start_timeout=120.0), world, meet)
     except DadtError as error:
         print(f"{type(error).__name__}: {error}")
         sys.stdout.flush()
