@@ -256,7 +256,7 @@ def check_replicas(out: bytes, count: int) -> None:
 
 def test_a_job_waits_for_hosts_that_are_not_there_yet(start, tmp_path: Path) -> None:
     (tmp_path / "go").touch()
-    run = begin(start, tmp_path, "localhost:1\n", "-np", "2", "--start-timeout", "20")  # pauses: 1, 2, 4 and 8 s
+    run = begin(start, tmp_path, "localhost:1\n", "-np", "2", "--start-timeout", "100")  # pauses: 1, 2, 4, 8 s ...
     assert run.process.stderr is not None
     waiting = b"dadt: waiting for hosts: localhost with room for 1 workers of 2\n"
     assert run.process.stderr.readline() == waiting
