@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +83,8 @@ def test_what_is_wrong_between_two_hosts(hosts: Callable[[int], Network], tmp_pa
     assert one["ssh", "shell"]["value"] == "prints before it runs a command: 'Welcome, friend'"
     assert ("ssh", "shell") not in other
     assert (one["hosts", "clock"]["verdict"], other["hosts", "clock"]["verdict"]) == ("pass", "warn")
-    assert other["hosts", "clock"]["value"].startswith(("5.0 s ahead", "4.9 s ahead"))
+    ahead = re.match(r"(\d+\.\d) s ahead", other["hosts", "clock"]["value"])
+    assert ahead is not None and 4.0 < float(ahead[1]) < 5.5  # less where what the host told was under way for long
     assert (one["network", "host name"]["verdict"], other["network", "host name"]["verdict"]) == ("pass", "warn")
     assert one["variables", "proxies"]["value"] == "https_proxy, and no_proxy leaves out 10.7.0.1, h1, 10.7.0.2"
     assert "libcudart.so.12" in one["torch", "import"]["value"]
