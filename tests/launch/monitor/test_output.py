@@ -190,9 +190,9 @@ def test_what_cannot_be_shown_is_told(tmp_path, arguments):
 
 def test_a_reader_who_pauses_does_not_end_the_job(start):
     script = "for i in range(100_000): print(f'{i:080}')\nopen('printed', 'w').close()"
-    run = start(script, "-np", "1", "--orphan-timeout", "2", "train.py")
+    run = start(script, "-np", "1", "--orphan-timeout", "5", "train.py")
     # Longer than the agent does without a sign of life; more is printed than all the pipes on the way hold.
-    time.sleep(3.0)
+    time.sleep(7.0)
     assert not (run.folder / "printed").exists()
     result = run.finish()
     assert result.code == 0, result.err
@@ -218,14 +218,14 @@ def test_a_reader_that_comes_late_gets_everything_of_a_job_that_ended_well(start
 
 @pytest.mark.slow
 def test_a_reader_that_is_slow_all_the_time_does_not_lose_the_job(start):
-    run = slow_reader(start, 3000, "--orphan-timeout", "2")
+    run = slow_reader(start, 6000, "--orphan-timeout", "5")  # 7 s in all
     read = b""
     while chunk := os.read(run.process.stdout.fileno(), 8192):
         read += chunk
         time.sleep(0.1)  # the pause itself is what is tested
     _, err = run.process.communicate(timeout=PATIENCE)
     assert run.process.returncode == 0, err
-    assert read.count(b"\n") == 3000
+    assert read.count(b"\n") == 6000
 
 
 def test_signals_count_while_nobody_reads(start):
