@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import cached_property
 from typing import NamedTuple
 
@@ -210,20 +210,21 @@ def split(
     turns: int = 2,
     *,
     ends: int = 0,
+    apart: Set[torch.Tensor] = frozenset(),
 ) -> list[Bucket]:
     """Split tensors into buckets of at most about `max_bytes` bytes, in the given order, each of one dtype and device.
 
     direct: the device whose memory the executor moves itself. turns: number of flat buffers per bucket. ends: bytes at
     which the first of several buckets is complete, and the most bytes of the last one, besides a larger tensor; 0: both
-    are like the others. A tensor larger than max_bytes gets a bucket of its own. The result depends on the arguments
-    only, so all ranks get the same buckets.
+    are like the others. apart: tensors that share no bucket with others. A tensor larger than max_bytes gets a bucket
+    of its own. The result depends on the arguments only, so all ranks get the same buckets.
     """
     sizes = [_bytes(t) for t in tensors]
     ends = min(ends, max_bytes) if sum(sizes) > max_bytes else 0
-    open_parts: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
+    open_parts: dict[tuple[torch.dtype, torch.device, bool], tuple[list[torch.Tensor], int]] = {}
     parts: list[list[torch.Tensor]] = []
     for t, size in zip(tensors, sizes, strict=True):
-        key = (t.dtype, t.device)
+        key = (t.dtype, t.device, t in apart)
         part, before = open_parts.get(key, ([], 0))
         if part and (before + size > max_bytes or (not parts and 0 < ends <= before)):
             parts.append(part)

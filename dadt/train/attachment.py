@@ -144,7 +144,10 @@ class Attachment:
     def _make_token(self, parameters: list[torch.Tensor]) -> tuple[Any, ...]:
         return (
             (*map(id, parameters), *map(_dtype, parameters), *map(_device, parameters)),
-            tuple((id(m), n, b.shape, b.dtype, b.device) for m, n, b in self.buffers()),
+            (
+                *((id(m), n, b.shape, b.dtype, b.device) for m, n, b in self.buffers()),
+                *(id(p) for p in parameters if p in self.momentum.idle.seldom),
+            ),
         )
 
     def buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
@@ -191,7 +194,7 @@ class Attachment:
                 self.watch_gradients()
             self._tables = sparse_tables(self.modules, parameters)
         size, turns = int(self.ranks.config.bucket_mb * 2**20), self.algorithm.in_flight + 1
-        how = turns, self.compression, self.momentum.sends
+        how = turns, self.compression, self.momentum.sends, self.momentum.idle.seldom
         self._schema = BucketPlan(parameters, self.buffers(), size, self.ranks.device, *how)
         self._token = token
 

@@ -233,6 +233,7 @@ class Checkpoints:
         a.step = part["step"]
         a.numbered_from = a.step - a.exchanges
         a.momentum.load_state(part.get("momentum", {}))
+        a.refresh()
         a.weighing.load_state(part.get("weighing", {}))
         if own is not None:
             try:

@@ -16,16 +16,15 @@ own update. Ranks that step alone (`local`) use a common v in the same way, with
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from dadt.comm.bucket import Bucket, Staged
 from dadt.comm.compression import OF_MOMENTUM
-from dadt.train.algorithm import Attached
 from dadt.train.confine import confine, confine_largest
+from dadt.train.idle_momentum import IdleMomentum, Pairs, Sent
 from dadt.train.moment import (
     Moment,
     beside,
@@ -33,14 +32,12 @@ from dadt.train.moment import (
     is_sgd,
     lacks_momentum,
     moments_of,
-    rates_of,
-    sizes_of,
     state_of,
     unsuited,
 )
-from dadt.train.optimizers import Optimizers
 from dadt.train.own_moments import REFRESH, OwnMoments
 from dadt.train.restored import numbers_of
+from dadt.train.settling import Sender, Settling
 from dadt.train.shown_gradients import ShownGradients
 from dadt.train.stand_in import name_of
 from dadt.train.trained import sparse_tables
@@ -48,17 +45,6 @@ from dadt.train.unseen import UnseenWeights
 
 _LOOK = 10
 """Number of steps between two decisions whether the beginning, in which gradients are sent, ends."""
-_BEGINNING = 0.1
-"""Share of a training of known length (by its learning rate scheduler) after which ranks send momentum."""
-_SETTLED = 0.5
-"""If no scheduler knows the number of steps, ranks send momentum once the logarithm of the tensors' second moments has
-changed by less than this on average in two times _LOOK steps, and the learning rate does not rise any more."""
-
-
-class Sender(Attached, Protocol):
-    """Interface of an optimizer that DADT manages, with the members that `Momentum` uses."""
-
-    optimizers: Optimizers
 
 
 class Momentum:
@@ -76,12 +62,11 @@ class Momentum:
         self.shown = ShownGradients(attachment)
         """Scales the averages that the script sees before the optimizer's step."""
         self._own = OwnMoments(attachment)
+        self._settling = Settling(attachment)
         self._unseen = UnseenWeights()
+        self.idle = IdleMomentum()
         self._on_way: dict[torch.Tensor, torch.Tensor] = {}
         """This rank's part of the momentum in the exchange under way, if averages arrive late."""
-        self._sizes: list[dict[torch.Tensor, float]] = []
-        """The sum of each tensor's v at each of the last three decisions whether the beginning ends."""
-        self._rates: list[float] = []
         self.ask(attachment.compression, alone=attachment.algorithm.shares)
 
     @property
@@ -148,7 +133,7 @@ class Momentum:
 
     def ratio(
         self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        pairs: Pairs,
         square: float,
         ratio: torch.Tensor | float | None,
         scale: torch.Tensor | None,
@@ -195,6 +180,8 @@ class Momentum:
         the next exchange may begin before this one has ended."""
         late = self._attachment.algorithm.pending is not None
         clip = self.shown.clip
+        if not late:
+            self.idle.waited()
         moments = self._moments
         places = [torch.empty_like(t) for t in bucket.tensors] if bucket.staged else bucket.views[turn]
         for p, gradient, place in zip(bucket.tensors, gradients, places, strict=True):
@@ -221,20 +208,29 @@ class Momentum:
         return bucket.stage(places, turn) if bucket.staged else Staged(list(places), None)
 
     @torch.no_grad()
-    def to_gradients(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: torch.Tensor | None) -> None:
+    def arrived(self, there: Pairs, idle: Pairs) -> Sent:
+        """Note that an exchange has arrived. there: parameters with their mean momentum, if any rank had a gradient.
+        idle: all others."""
+        sent, moments = self.idle.arrived(there, idle), self._moments
+        for p, mean in idle:
+            if p in moments:
+                self.idle.owe(p, sent.excess(p, mean.clone(), moments[p], self._state(p).get(moments[p].first)))
+        return sent
+
+    @torch.no_grad()
+    def to_gradients(self, pairs: Pairs, scale: torch.Tensor | None, sent: Sent) -> None:
         """Change the mean momentum of each parameter, in place, to the gradient that leads to it; to 0 for parameters
-        that have left the optimizer meanwhile."""
+        that have left the optimizer meanwhile. sent: what `arrived` returned."""
         moments = self._moments
         for p, mean in pairs:
             if p not in moments:
                 mean.zero_()
                 continue
             moment = moments[p]
-            before = self._state(p).get(moment.first)
-            if before is not None:
-                mean.sub_(before, alpha=moment.old * moment.sign).div_(moment.new)
-            else:
-                mean.div_(moment.new)
+            sent.excess(p, mean, moment, self._state(p).get(moment.first))
+            if p in sent.owed:
+                mean.add_(sent.owed[p])
+            mean.div_(moment.new)
             self._unseen.hold(p, mean)
             if scale is not None:
                 mean.mul_(scale.to(mean.device))
@@ -282,27 +278,12 @@ class Momentum:
                     self._unseen.begin(a.optimizer)
                 self._unseen.share(self._ranks)
                 self.share()
-        elif a.step % _LOOK == 0 and all(self._ranks.collect(f"whether momentum is sent{a.name}", self._settled())):
+        elif a.step % _LOOK == 0 and all(
+            self._ranks.collect(f"whether momentum is sent{a.name}", self._settling.decide())
+        ):
             self.begun = True
             a.schema.compress(a.compression, momentum=True)
             self._ranks.say(f"step {a.step}: from now on momentum is sent, in place of gradients{a.name}")
-
-    def _settled(self) -> bool:
-        """Whether this rank finds that momentum can be sent from now on."""
-        optimizer = self._attachment.optimizer
-        sizes, rate = sizes_of(optimizer), max(rates_of(optimizer), default=0.0)
-        self._sizes = [*self._sizes[-2:], sizes]
-        self._rates = [*self._rates[-2:], rate]
-        if not any(self._state(p).get(moment.first) is not None for p, moment in self._moments.items()):
-            return False
-        share = self._attachment.optimizers.progress(optimizer)
-        if share:
-            return share >= _BEGINNING
-        if len(self._sizes) < 3 or rate > self._rates[0]:
-            return False
-        before = self._sizes[0]
-        changes = [abs(math.log(s / before[p])) for p, s in sizes.items() if s > 0 and before.get(p, 0.0) > 0]
-        return not sizes or (bool(changes) and sum(changes) / len(changes) < _SETTLED)
 
     def share(self) -> None:
         """Set v to a value that all ranks compute together from their own second moments. All ranks call this
@@ -322,7 +303,7 @@ class Momentum:
         Called when ranks were lost."""
         if not self._shares:
             self._own.factors, self._own.sums = {}, {}
-        self._on_way = {}
+        self._on_way, self.idle = {}, IdleMomentum()
         self._unseen = UnseenWeights()
 
     def follow(self) -> None:
@@ -334,16 +315,16 @@ class Momentum:
         numbers = numbers_of(a.optimizer)
         self._own.follow(numbers)
         self._unseen.follow(numbers)
+        self.idle.follow(numbers)
         forget_others(self._on_way, numbers)
-        for sizes in self._sizes:
-            forget_others(sizes, numbers)
+        self._settling.follow(numbers)
 
     def state(self) -> dict[str, Any]:
         """Return the state that is equal on all ranks, for a checkpoint."""
         if not self._keeps:
             return {}
         numbers = numbers_of(self._attachment.optimizer)
-        every = (self._own.factors, self._own.sums, *self._sizes)
+        every = (self._own.factors, self._own.sums, *self._settling.sizes)
         factors, sums, *sizes = ({numbers[p]: value for p, value in each.items() if p in numbers} for each in every)
         return {
             "begun": self.begun,
@@ -352,8 +333,9 @@ class Momentum:
             "factors": factors,
             "sums": sums,
             "sizes": sizes,
-            "rates": list(self._rates),
+            "rates": list(self._settling.rates),
             "unseen": self._unseen.state(numbers),
+            "idle": self.idle.state(numbers),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -362,12 +344,13 @@ class Momentum:
             return
         parameters = self._parameters
         self.begun, self.shown.early, self.shown.clip = state["begun"], state["early"], state["clip"]
-        self._own.factors, self._own.sums, *self._sizes = (
+        self._own.factors, self._own.sums, *self._settling.sizes = (
             {parameters[i]: value for i, value in each.items() if i < len(parameters)}
             for each in (state["factors"], state["sums"], *state["sizes"])
         )
-        self._rates = list(state["rates"])
+        self._settling.rates = list(state["rates"])
         self._unseen.load_state(state.get("unseen", {}), parameters)
+        self.idle.load_state(state.get("idle", {}), parameters)
         if self._asked:
             self._attachment.schema.compress(self._attachment.compression, momentum=self.sends)
 
@@ -377,6 +360,7 @@ class Momentum:
         if not self._keeps:
             return
         self._on_way = {}
+        self.idle.join()
         for moment, group in moments_of(self._attachment.optimizer):
             for p in group:
                 if p in averages:

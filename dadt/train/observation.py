@@ -55,8 +55,11 @@ class Observation:
         if pending is not None:
             lanes = pending.wait()
             self.own["in_flight"] = {"not_finite": [lane.not_finite for lane in lanes], "learned": pending.learned()}
+            if a.momentum.sends:
+                pending.averaged_gradients()  # so that the momentum knows of which parameters nobody had a gradient
         if self.waits:
             self.own["owes"] = _owes(a)
+        self.own["idle"] = a.momentum.idle.observe(list(numbers_of(a.optimizer)))
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the algorithm's state, which is equal on all ranks. Call this method after `complete`."""
@@ -87,6 +90,7 @@ def restore(a: Attachment, own: Mapping[str, Any], prediction: Mapping[str, Any]
         if form is not None and owed is not None:
             form.restore(owed)
     a.momentum.restore(own["momentum"])
+    a.momentum.idle.restore(own["idle"], list(numbers_of(a.optimizer)))
     a.weighing.restore(own["weighing"])
     a.agreement.follows = own["follows"]
     a.changing_buffers.forget()

@@ -122,6 +122,35 @@ def test_a_job_goes_on_in_the_way_that_auto_has_chosen(launch, exchange: float, 
     assert "resumed: 25 steps replayed" in resumed.err and "auto chooses" not in resumed.err, resumed.err
 
 
+IN_TURN = """
+loader, model = DataLoader(data, batch_size=8, shuffle=True), net(8, 32, 4)
+heads, losses = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), []
+optimizer = torch.optim.AdamW([*model.parameters(), *heads.parameters()], lr=1e-2)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+for epoch in range(4):
+    for step, (x, y) in enumerate(loader):
+        F.cross_entropy(heads[step % 3 // 2](model(x)), y).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        stepped()
+tell(model, heads)
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+def test_momentum_of_parameters_that_are_trained_in_turn_goes_on(launch, algorithm: str) -> None:
+    """Bit for bit: which have had no gradient on any rank, and what was left out of them."""
+    options = ["--algorithm", algorithm, "--compression", "momentum:1", *WITHOUT]
+    undisturbed = launch(HEAD + IN_TURN, *options, "train.py")
+    assert "from now on momentum is sent" in undisturbed.err
+    killed = launch(HEAD + IN_TURN, *options, "--snapshot-every", "25steps", "train.py", DIE="36")
+    assert killed.code != 0
+    resumed = launch(HEAD + IN_TURN, *options, "--snapshot-every", "25steps", "--resume", killed.job, "train.py")
+    assert ends(resumed) == ends(undisturbed)
+    assert "resumed: 25 steps replayed" in resumed.err, resumed.err
+
+
 def test_a_job_goes_on_within_the_trials_of_auto(launch) -> None:
     """Bit for bit: each rank with what the compression that was tried still owed."""
     begins = ["-np", "2", "--seed", "7", "--algorithm", "auto", "--compression", "auto", "--warmup-steps", "10"]

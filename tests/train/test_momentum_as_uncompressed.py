@@ -287,3 +287,44 @@ def test_a_group_that_comes_later_may_end_it(dadt_run):
     )
     assert "gradients are sent in 4 bits, as with int4, since SGD has no momentum" in run.output
     assert_equal(*run.ranks)
+
+
+TURNS = """
+    heads = [nn.Parameter(torch.zeros(64, 64)) for _ in range(2)]
+    optimizer = torch.optim.{optimizer}
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 160)
+    means = torch.zeros(2, 64, 64)
+    for step in range(158):
+        noise = torch.randn(64, 64, generator=torch.Generator().manual_seed(1000 * rank + step))
+        optimizer.zero_grad()
+        (heads[{which}] * (torch.linspace(-1, 1, 64) + noise)).sum().backward()
+        optimizer.step()
+        schedule.step()
+        if step >= 60:
+            for mean, state in zip(means, optimizer.state.values()):
+                mean += state["{momentum}"]
+    report({{"weights": torch.stack(list(heads)).detach(), "means": means}})
+"""
+IN_TURN = {
+    f"{name}-{turns}": TURNS.format(optimizer=optimizer, which=which, momentum=momentum)
+    for name, optimizer, momentum in (
+        ("adam", "AdamW(heads, lr=1e-3)", "exp_avg"),
+        ("sgd", "SGD(heads, lr=1e-3, momentum=0.9, weight_decay=0.1)", "momentum_buffer"),
+    )
+    for turns, which in (("two", "step % 2"), ("four", "step % 4 // 3"), ("blocks", "step // 3 % 2"))
+}
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+def test_parameters_may_be_trained_in_turn(algorithm, dadt_run):
+    """In each step some have no gradient on any rank."""
+    plain, told = (
+        dadt_run(joined(**IN_TURN), "--algorithm", algorithm, "--compression", compression, *OPTIONS)
+        for compression in ("none", "momentum:1")
+    )
+    assert told.output.count("from now on momentum is sent") == len(IN_TURN)
+    for name in IN_TURN:
+        first, second = told.of(name).ranks
+        assert_equal(first, second, name)
+        for mean, right in zip(first["means"], plain.of(name).ranks[0]["means"], strict=True):
+            assert (mean - right).norm() < 0.05 * right.norm(), name

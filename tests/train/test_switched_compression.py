@@ -8,7 +8,8 @@ from harness.ranks import printed
 from harness.switching_rank import main
 
 from dadt.comm.bucket import Bucket
-from dadt.comm.compression import Feedback, Unsent, carried, forms
+from dadt.comm.compression import INT4, OF_MOMENTUM, Feedback, Unsent, carried, forms
+from dadt.train.exchange.exchange import BucketPlan
 
 
 @pytest.mark.parametrize(("executor", "size"), [("shm", 2), ("shm", 3), ("tcp", 3)])
@@ -46,9 +47,21 @@ def test_what_is_owed_is_sent_once_and_with_gradients_alone():
     assert not rest.added(bucket, [torch.zeros(6, 4), None], None)[0].any()
 
 
-@pytest.mark.parametrize("name", ["momentum:2", "powersgd:1"])
-def test_what_other_values_owe_is_dropped(name):
+def test_what_other_values_owe_is_dropped():
     bucket, form = owing("int8")
-    other = forms(name, [bucket], momentum=True)
+    other = forms("powersgd:1", [bucket])
     assert carried([form], other) == other
     assert carried(other, [None]) == [None]
+
+
+def test_what_is_owed_of_momentum_is_not_sent_with_gradients():
+    """Nor the other way round. In four bits, too."""
+    parameters = [torch.zeros(6, 4), torch.zeros(5)]
+    plan = BucketPlan(parameters, [], 1 << 20, compression="momentum:1", finely={parameters[1]})
+    assert [bucket.layout.total for bucket in plan.buckets] == [5, 24]
+    for momentum in (True, False):
+        for form, total in zip(plan.forms, (5, 24), strict=True):
+            form.owed(total).fill_(1.0)
+        plan.compress("momentum:1", momentum=momentum)
+        assert [form.codec for form in plan.forms] == [INT4, OF_MOMENTUM["momentum:1"] if momentum else INT4]
+        assert not any(form.owed(total).any() for form, total in zip(plan.forms, (5, 24), strict=True))

@@ -3,7 +3,7 @@ in this module."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 
@@ -24,34 +24,33 @@ Form = Feedback | Unsent | LowRank
 """The compression state of one bucket, which is carried from one exchange to the next."""
 
 
-def forms(name: str, buckets: Sequence[Bucket], *, momentum: bool = False) -> list[Form | None]:
+def forms(
+    name: str, buckets: Sequence[Bucket], *, momentum: bool = False, finely: Set[torch.Tensor] = frozenset()
+) -> list[Form | None]:
     """Return the compression state of each bucket, or None for buckets that are not compressed. name: the value of
-    --compression, such as "int8" or "powersgd:4". momentum: whether the buckets send momentum, not gradients."""
+    --compression, such as "int8" or "powersgd:4". momentum: whether the buckets send momentum, not gradients. finely:
+    tensors whose momentum needs more bits; a bucket has these alone or none of them."""
     family, _, rank = name.partition(":")
     if family == "powersgd":
         made = [LowRank(b, int(rank)) if b.dtype in FLOATS else None for b in buckets]
         return [form if form is not None and form.matrices else None for form in made]
-    codec = OF_MOMENTUM[name] if momentum else INT4 if name in OF_MOMENTUM else CODECS.get(name)
-    return [Feedback(codec) if codec and _saves(codec, b.dtype) else None for b in buckets]
+    of_gradients = INT4 if name in OF_MOMENTUM else CODECS.get(name)
+    codecs = [OF_MOMENTUM[name] if momentum and b.tensors[0] not in finely else of_gradients for b in buckets]
+    return [Feedback(c) if c and _saves(c, b.dtype) else None for c, b in zip(codecs, buckets, strict=True)]
 
 
 def carried(before: Sequence[Form | None], after: Sequence[Form | None]) -> list[Form | None]:
-    """Return the compressions `after` of the same buckets, which owe what `before` still owes of gradients. What
-    low-rank approximation owes, or the compression of momentum, is dropped."""
+    """Return the compressions `after` of the same buckets' gradients, which owe what `before` still owes. What low-rank
+    approximation owes is dropped."""
     return [_carried(old, new) for old, new in zip(before, after, strict=True)]
 
 
 def _carried(before: Form | None, after: Form | None) -> Form | None:
-    if before is None or not (_of_gradients(before) and _of_gradients(after)):
+    if before is None or isinstance(before, LowRank) or isinstance(after, LowRank):
         return after
     after = after or Unsent()
     after.restore(before.observe())
     return after
-
-
-def _of_gradients(form: Form | None) -> bool:
-    """Return whether the residual, if any, is one number for each value of a gradient."""
-    return not isinstance(form, LowRank) and not (isinstance(form, Feedback) and form.codec in OF_MOMENTUM.values())
 
 
 def _saves(codec: Codec, dtype: torch.dtype) -> bool:
@@ -60,4 +59,16 @@ def _saves(codec: Codec, dtype: torch.dtype) -> bool:
     return dtype in FLOATS and codec.core.block_bytes < BLOCK * dtype.itemsize
 
 
-__all__ = ["CODECS", "INT8", "OF_MOMENTUM", "Codec", "Feedback", "Form", "LowRank", "Unsent", "carried", "forms"]
+__all__ = [
+    "CODECS",
+    "INT4",
+    "INT8",
+    "OF_MOMENTUM",
+    "Codec",
+    "Feedback",
+    "Form",
+    "LowRank",
+    "Unsent",
+    "carried",
+    "forms",
+]

@@ -150,7 +150,7 @@ class SeenSnapshot:
             each.complete()
         self.content["training"] = {number: self.content["training"][number] for number in alive}
         for number, each in alive.items():
-            late = {key: each.own[key] for key in ("owes", "in_flight")}
+            late = {key: each.own[key] for key in ("owes", "in_flight", "idle")}
             self.content["training"][number].update(self._copies.now(late))
             if self._common:
                 part = self._runtime.checkpoints.common(each.attachment, each.state(), self._predictions[number])

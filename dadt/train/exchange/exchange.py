@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import cached_property, partial
 from itertools import islice
 from sys import getrefcount
@@ -49,17 +49,18 @@ class BucketPlan:
         turns: int = 2,
         compression: str = "none",
         momentum: bool = False,
+        finely: Set[torch.Tensor] = frozenset(),
     ) -> None:
         """device: averages tensors in GPU memory, if not None. turns: number of contiguous buffers of each bucket. It
         is 1 if no exchange is under way between steps; a second buffer is then allocated only if the first is still in
         use. compression: name of the gradients' compression. momentum: whether momentum is sent in place of
-        gradients."""
+        gradients. finely: parameters whose momentum needs more bits than the compression's name says."""
         self.parameters = list(parameters)
         places = {id(b): (m, n) for m, n, b in buffers}
         self.device = device
         direct = None if device is None else device.device
         # Buckets begin with the last parameters, as backward computes their gradients first.
-        self.buckets = split(self.parameters[::-1], max_bytes, direct, turns, ends=END_BYTES)
+        self.buckets = split(self.parameters[::-1], max_bytes, direct, turns, ends=END_BYTES, apart=finely)
         # Module buffers have at least two turns (memory of one exchange), because the script reads the newest averages
         # while the next ones arrive.
         self.buffer_buckets = split([b for _, _, b in buffers], max_bytes, direct, max(2, turns))
@@ -76,14 +77,16 @@ class BucketPlan:
         self.late = turns > 1
         self._uses: dict[int, list[int]] = {}
         """Reference counts of the buckets' memory, by its index, at a time when nothing but this plan refers to it."""
-        self.forms = forms(compression, self.buckets, momentum=momentum)
+        self._momentum, self._finely = momentum, frozenset(finely)
+        self.forms = forms(compression, self.buckets, momentum=momentum, finely=finely)
         """The compression of each bucket of gradients, None if a bucket is not compressed."""
 
     def compress(self, name: str, *, momentum: bool = False) -> None:
         """Change the compression of later exchanges, which also send what gradients' compression still owes."""
-        made = forms(name, self.buckets, momentum=momentum)
-        # On a device, residuals are not in units of gradients.
-        self.forms = carried(self.forms, made) if self.device is None else made
+        made = forms(name, self.buckets, momentum=momentum, finely=self._finely)
+        # Residuals of momentum, and those on a device, are not in units of gradients.
+        of_gradients = not (self._momentum or momentum or self.device is not None)
+        self.forms, self._momentum = carried(self.forms, made) if of_gradients else made, momentum
 
     def next_turn(self) -> None:
         """Choose the contiguous buffers that the next exchange will use. Called when the exchange begins."""
@@ -378,12 +381,19 @@ class Exchange(BucketExchange):
 
     def averaged_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the pairs of parameter and averaged gradient, for parameters for which any rank had a gradient."""
-        averages = []
+        return self._averages()[0]
+
+    def _averages(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Return the pairs of parameter and average, first for parameters for which any rank had a gradient, and then
+        for all others."""
+        averages: list[tuple[torch.Tensor, torch.Tensor]] = []
+        others: list[tuple[torch.Tensor, torch.Tensor]] = []
         for bucket, work in zip(self.schema.buckets, self._works, strict=True):
             present = any_flags(work.lanes, len(bucket.tensors))
             delivered = self._delivered.pop(bucket, None) or bucket.deliver_all(self._turn)
-            averages += [(p, delivered[i]) for i, p in enumerate(bucket.tensors) if present[i]]
-        return averages
+            for p, average, there in zip(bucket.tensors, delivered, present, strict=True):
+                (averages if there else others).append((p, average))
+        return averages, others
 
     @property
     def places(self) -> list[tuple[nn.Module, str]]:

@@ -9,6 +9,7 @@ from dadt.comm.bucket import Bucket, Staged
 from dadt.train.exchange.bucket_exchange import RankLink
 from dadt.train.exchange.exchange import BucketPlan, Exchange
 from dadt.train.exchange.step_metadata import StepMetadata, mean_square, pack_flags
+from dadt.train.idle_momentum import Sent
 from dadt.train.momentum import Momentum
 
 
@@ -22,6 +23,8 @@ class MomentumExchange(Exchange):
         super().__init__(peers, schema, number, name, weight)
         self._momentum = momentum
         self._norm: torch.Tensor | None = None
+        self._sent: Sent | None = None
+        """What the averages counted on; None until they have arrived."""
         self._changed: set[Bucket] = set()
         """Buckets whose memory contains gradients, computed in place from the mean momentum."""
         self._flags: dict[int, bytes] = {}
@@ -58,8 +61,10 @@ class MomentumExchange(Exchange):
     def averaged_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if self.schema.late:
             self.norm()  # the norm is computed before the memory changes
-        averages = super().averaged_gradients()
+        averages, idle = self._averages()
+        if self._sent is None:
+            self._sent = self._momentum.arrived(averages, idle)
         fresh = {id(t): bucket for bucket in self.schema.buckets if bucket not in self._changed for t in bucket.tensors}
-        self._momentum.to_gradients([(p, mean) for p, mean in averages if id(p) in fresh], self.scale)
+        self._momentum.to_gradients([(p, mean) for p, mean in averages if id(p) in fresh], self.scale, self._sent)
         self._changed.update(bucket for bucket in fresh.values() if not bucket.staged)
         return averages
