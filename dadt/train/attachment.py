@@ -170,6 +170,7 @@ class Attachment:
         if every is self._welcomed:
             return
         self._welcomed = every
+        self.momentum.follow()
         new = {p: True for p in every if p not in self.known}
         if not new:
             return

@@ -43,6 +43,8 @@ def unsuited(optimizer: torch.optim.Optimizer) -> str:
     if isinstance(optimizer, StandIn):
         return optimizer.unsuited
     step = inspect.unwrap(type(optimizer).step)
+    if any(p.is_complex() for g in groups for p in g["params"]):
+        return f"{name} trains complex numbers"
     if is_sgd(optimizer):
         return ""
     if step not in [inspect.unwrap(each.step) for each in _ADAMS]:
@@ -51,8 +53,6 @@ def unsuited(optimizer: torch.optim.Optimizer) -> str:
         return f"{name} forgets its largest gradient at once"
     if any(g.get("amsgrad") for g in groups):
         return f"{name} has amsgrad"
-    if any(p.is_complex() for g in groups for p in g["params"]):
-        return f"{name} trains complex numbers"
     return ""
 
 

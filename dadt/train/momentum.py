@@ -162,7 +162,8 @@ class Momentum:
         """Add this rank's own gradients, which `.grad` contains, to its second moments. Called in each step."""
         if self._watches and self._attachment.algorithm.averages:
             if self._asked or self._considered:
-                self._unseen.see(list(self._unseen.masks) if self.begun else self._parameters)
+                first = not self._attachment.optimizer.state
+                self._unseen.see(list(self._unseen.masks) if self.begun else self._parameters, first=first)
             self.shown.measure(self._own.factors)
             self._own.add(self._attachment.scale, self.shown.clip, alone=False)
 
@@ -273,9 +274,9 @@ class Momentum:
         if not (self._asked and self._active):
             return
         if self.begun:
-            if not self._own.factors or a.step % REFRESH == 0:
+            if not self._own.factors or a.step % REFRESH == REFRESH - 1:  # before a save every REFRESH steps
                 if not self._own.factors:
-                    self._unseen.begin(a.optimizer)
+                    self._unseen.begin(a.optimizer, self._ranks)
                 self._unseen.share(self._ranks)
                 self.share()
         elif a.step % _LOOK == 0 and all(
@@ -372,11 +373,11 @@ class Momentum:
         """Return the state of this rank alone, for a snapshot. The tensors are no copies and stay in use."""
         every = self._parameters
         on_way = [self._on_way.get(p) for p in every]
-        return {**self._own.observe(), "on_way": on_way, "seen": self._unseen.observe(every)}
+        return {**self._own.observe(), "on_way": on_way, "unseen": self._unseen.observe(every)}
 
     def restore(self, own: Mapping[str, Any]) -> None:
         """Continue bit for bit from a snapshot. own: the value that `observe` returned."""
         self._own.restore(own)
         every = zip(self._parameters, own["on_way"], strict=True)
         self._on_way = {p: t.to(p.device) for p, t in every if t is not None}
-        self._unseen.restore(own["seen"], self._parameters)
+        self._unseen.restore(own["unseen"], self._parameters)

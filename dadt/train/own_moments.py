@@ -26,6 +26,8 @@ REFRESH = 50
 _SAMPLED, _EVERY = 2048, 5
 """Number of values of each tensor that are sampled between two refreshes, and the number of steps between samples."""
 _ROWS = REFRESH // _EVERY
+_FEWEST = 10
+"""Fewest steps whose samples change factors."""
 
 
 class OwnMoments:
@@ -46,8 +48,8 @@ class OwnMoments:
         a row for each step that was sampled."""
         self._apart = False
         """Whether this rank has stepped alone, so that the optimizer's v is not of averages any more."""
-        self._sampling = True
-        """Whether this rank has sampled its gradients since the last refresh, and not only since it joined."""
+        self._since = 0
+        """Step since which this rank has sampled its gradients."""
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         return state_of(self._attachment.optimizer, parameter)
@@ -118,31 +120,42 @@ class OwnMoments:
             return
         ranks = self._attachment.ranks
         samples = {p: self._samples.get(p, _no_samples(p)).nan_to_num(0.0, 0.0, 0.0) for p in sampled}
-        told = [float(self._sampling), *(float(each.square().sum()) for each in samples.values())]
+        age = min(self._attachment.step - self._since, REFRESH)
+        told = [age, age**2, *(float(each.square().sum()) for each in samples.values())]
         squares = torch.tensor(told, dtype=torch.float64, device="cpu")
         ranks.average([squares], "squares of sampled gradients")
         ranks.average([*(root for *_, root in rows), *samples.values()], "second moments", codec=INT8)
-        everywhere, *each_square = squares.tolist()
-        complete = everywhere > 1 - 0.5 / len(ranks.members)
-        square = dict(zip(samples, each_square, strict=True)) if complete else {}
-        self._sampling = True
-        ratios = {p: self._possible(float(samples[p].square().sum()), total) for p, total in square.items() if total}
+        # Ranks sum these once more together, as sums on one rank depend on its number of threads.
+        sums = [each.square().sum() for each in samples.values()]
+        for _, _, before, root in rows:
+            sums += [root.new_zeros(()) if before is None else before.sum(), root.square_().sum()]
+        totals = torch.stack([each.cpu().double() for each in sums])
+        ranks.average([totals], "sums of v")
+        left = iter(totals.tolist())
+        of_age, of_age_squared, *each_square = squares.tolist()
+        # Samples are comparable if they are of the same steps on all ranks: if their ages have no variance.
+        alike = of_age_squared - of_age**2 < 0.25 / len(ranks.members) and of_age > _FEWEST - 0.5
+        square = dict(zip(samples, each_square, strict=True)) if alike else {}
+        of_samples = {p: next(left) for p in samples}
+        ratios = {p: self._possible(of_samples[p], total) for p, total in square.items() if total}
         without_v = set(sampled).difference(p for _, p, *_ in rows)
         self.factors.update({p: ratios.get(p, self.factors.get(p, 1.0)) for p in sampled if p in without_v})
         usual = math.fsum(self.factors.values()) / len(self.factors) if self.factors else 1.0
         for moment, p, before, root in rows:
             if self._apart:
                 self.factors.setdefault(p, usual)
+            of_average, of_own = next(left), next(left)
             if before is None:
                 continue
-            mean, state = root.square_(), self._state(p)
+            mean, state = root, self._state(p)  # squared above
             rest = beside(1 - moment.beta2 ** state["step"], mean)
+            of_average, of_own = of_average * float(rest), of_own * float(rest)
             if p not in self.factors:
-                self.sums[p] = float(mean.sum() * rest)
-                self.factors[p] = self._possible(float(before.sum() * rest), self.sums[p])
+                self.sums[p] = of_own
+                self.factors[p] = self._possible(of_average, of_own)
                 continue
             if not alone:
-                total = float(mean.sum() * rest)
+                total = of_own
                 # Of what the mean contains now, this share was there at the last refresh.
                 kept = min(moment.beta2**REFRESH * self.sums.get(p, 0.0) / max(total, 1e-30), 1.0)
                 if p in ratios:
@@ -159,7 +172,7 @@ class OwnMoments:
     def clear(self) -> None:
         """Free the memory of moments that are not needed any more."""
         self._of, self._taken, self._samples = {}, {}, {}
-        self.factors, self.sums = {}, {}
+        self.factors, self.sums, self._since = {}, {}, self._attachment.step
 
     def follow(self, numbers: Mapping[torch.Tensor, int]) -> None:
         """Forget parameters that are not in `numbers`."""
@@ -169,7 +182,7 @@ class OwnMoments:
     def join(self) -> None:
         """Replace this rank's own second moments by values that are equal on all ranks, computed from v."""
         self._of, self._taken, self._samples = {}, {}, {}
-        self._sampling = False
+        self._since = self._attachment.step
         for moment, group in moments_of(self._attachment.optimizer):
             for p in group:
                 of = self._state(p)
@@ -184,7 +197,7 @@ class OwnMoments:
             "own": [self._of.get(p) for p in every],
             "taken": [self._taken.get(p, 0) for p in every],
             "samples": [self._samples.get(p) for p in every],
-            "sampling": self._sampling,
+            "since": self._since,
         }
 
     def restore(self, own: Mapping[str, Any]) -> None:
@@ -193,7 +206,7 @@ class OwnMoments:
         self._of = {p: t.to(p.device) for p, t in zip(every, own["own"], strict=True) if t is not None}
         self._taken = {p: n for p, n in zip(every, own["taken"], strict=True) if n}
         self._samples = {p: t.to(p.device) for p, t in zip(every, own["samples"], strict=True) if t is not None}
-        self._sampling = own["sampling"]
+        self._since = own["since"]
 
 
 def _no_samples(parameter: torch.Tensor) -> torch.Tensor:

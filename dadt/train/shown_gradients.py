@@ -23,8 +23,8 @@ class ShownGradients:
         self._attachment = attachment
         self.early = False
         """Whether the script has used averages before the optimizer's step."""
-        self.square = 0.0
-        """This rank's part of the squared norm of the averaged gradient; 0 if it is not known."""
+        self.square = math.nan
+        """This rank's part of the squared norm of the averaged gradient; NaN if it is not known."""
         self.clip: torch.Tensor | float | None = None
         """Factor by which the script has changed the norm of the last averages; None if it has used none."""
         self._factor: torch.Tensor | None = None
@@ -37,7 +37,7 @@ class ShownGradients:
         """Estimate this rank's part of the averaged gradient's squared norm. Called while `.grad` contains this rank's
         own gradients. factors: for each parameter, the ratio of the squared norm of an averaged gradient to that of one
         rank's gradient."""
-        self.square = 0.0
+        self.square = 0.0 if self.early and factors else math.nan
         rows = [(p.grad, f) for p, f in factors.items() if p.grad is not None] if self.early else []
         if rows:
             found = norms([g if g.layout is torch.strided else g.to_dense() for g, _ in rows])
@@ -47,7 +47,7 @@ class ShownGradients:
                 float((squares * torch.tensor([f for _, f in rows], dtype=torch.float64, device="cpu")).sum())
                 / scale**2
             )
-            self.square = total if math.isfinite(total) else 0.0
+            self.square = total if math.isfinite(total) else math.nan
 
     def ratio(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], square: float, scale: torch.Tensor | None

@@ -12,6 +12,9 @@ from dadt.comm.compression import INT8
 from dadt.train.moment import forget_others, moments_of, state_of
 from dadt.train.ranks import Ranks
 
+_AT_ONCE = 1 << 22
+"""Number of weights of which ranks tell each other at a time, so that this takes little memory."""
+
 
 class UnseenWeights:
     """For each parameter with such weights, a mask of them, which is equal on all ranks."""
@@ -20,24 +23,31 @@ class UnseenWeights:
         self.masks: dict[torch.Tensor, torch.Tensor] = {}
         self._seen: dict[torch.Tensor, torch.Tensor] = {}
         """Where this rank's own gradients were not 0: until `begin` of all parameters, and then of the same ones."""
+        self._since_start = False
+        """Whether `_seen` is of all steps of the training."""
 
     @torch.no_grad()
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find weights for which the optimizer's state is 0. Those that had gradients nonetheless, which were rounded
-        to 0, are released by `share`."""
+    def begin(self, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+        """Find weights for which the optimizer's state is 0, or may contain weight decay alone. Those that had
+        gradients nonetheless, which were rounded to 0, are released by `share`. All ranks call this together."""
         self.masks = {}
+        whole = all(ranks.collect("whether gradients were noted from the start", self._since_start))
         for moment, parameters in moments_of(optimizer):
             for p in parameters:
                 state = state_of(optimizer, p)
                 m, v = (state.get(name) for name in (moment.first, "exp_avg_sq"))
                 if m is not None:
                     mask = m == 0 if v is None else (m == 0) & (v == 0)
+                    if whole and moment.decay:
+                        mask = torch.ones_like(mask)
                     if mask.any():
                         self.masks[p] = mask
         self.follow(self.masks)
 
-    def see(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Note where this rank's own gradients of these parameters, which `.grad` contains, are not 0."""
+    def see(self, parameters: Iterable[torch.Tensor], *, first: bool = False) -> None:
+        """Note where this rank's own gradients of these parameters, which `.grad` contains, are not 0. first: whether
+        the optimizer has made no step."""
+        self._since_start |= first
         for p in parameters:
             if p.grad is not None:
                 gradient = p.grad if p.grad.layout is torch.strided else p.grad.to_dense()
@@ -46,18 +56,21 @@ class UnseenWeights:
 
     def share(self, ranks: Ranks) -> None:
         """Release the weights for which any rank has noted a gradient. All ranks call this together."""
-        if not self.masks:
-            return
-        found = [
-            self._seen[p][mask].float() if p in self._seen else torch.zeros_like(p[mask], dtype=torch.float32)
-            for p, mask in self.masks.items()
-        ]
-        ranks.average(found, "which weights have had gradients", codec=INT8)
-        for (p, mask), seen in zip(list(self.masks.items()), found, strict=True):
-            mask[mask.clone()] = seen == 0
-            if not mask.any():
-                del self.masks[p]
-                self._seen.pop(p, None)
+        waiting = list(self.masks.items())
+        while waiting:
+            some = [waiting.pop()]
+            while waiting and sum(mask.numel() for _, mask in (*some, waiting[-1])) <= _AT_ONCE:
+                some.append(waiting.pop())
+            found = [
+                self._seen[p][mask].float() if p in self._seen else torch.zeros_like(p[mask], dtype=torch.float32)
+                for p, mask in some
+            ]
+            ranks.average(found, "which weights have had gradients", codec=INT8)
+            for (p, mask), seen in zip(some, found, strict=True):
+                mask[mask.clone()] = seen == 0
+                if not mask.any():
+                    del self.masks[p]
+                    self._seen.pop(p, None)
 
     def hold(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Set the gradient of these weights to 0, in place."""
@@ -75,13 +88,14 @@ class UnseenWeights:
 
     def load_state(self, state: Mapping[int, torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
         self.masks = {parameters[i]: m.to(parameters[i].device) for i, m in state.items() if i < len(parameters)}
-        self._seen = {}
+        self._seen, self._since_start = {}, False
 
-    def observe(self, parameters: Sequence[torch.Tensor]) -> list[Any]:
+    def observe(self, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Return what this rank alone has noted, for a snapshot."""
-        return [self._seen.get(p) for p in parameters]
+        return {"seen": [self._seen.get(p) for p in parameters], "since_start": self._since_start}
 
-    def restore(self, seen: Sequence[Any], parameters: Sequence[torch.Tensor]) -> None:
-        """Continue from a snapshot. seen: what `observe` returned."""
-        every = zip(parameters, seen, strict=True)
+    def restore(self, own: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> None:
+        """Continue from a snapshot. own: what `observe` returned."""
+        every = zip(parameters, own["seen"], strict=True)
         self._seen = {p: noted.to(p.device) for p, noted in every if noted is not None}
+        self._since_start = own["since_start"]

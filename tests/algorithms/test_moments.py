@@ -142,7 +142,7 @@ def test_an_optimizer_whose_step_is_not_known_goes_on_by_itself(dadt_run) -> Non
 
 @pytest.mark.parametrize("late", [3, 55])  # the factors are measured, and v is shared
 def test_a_rank_is_lost_while_v_is_shared(launch, late: int) -> None:
-    text = script(KILL_ONCE_DELIVERED).replace("\nstep = 0\n", lacks(late, "second") + "\nstep = 0\n")
+    text = script(KILL_ONCE_DELIVERED).replace("\nstep = 0\n", lacks(late, "sums of v") + "\nstep = 0\n")
     more = ["--algorithm", "local", "--warmup-steps", "4", "--sync-every", "4", "--overlap-steps", "0"]
     result = launch(text, *OPTIONS, *more, "train.py", f"2:{late + 1}:forward")
     assert result.code == 0, result.err

@@ -129,6 +129,39 @@ def test_weights_without_gradients_stay_as_they_are(algorithm, dadt_run):
         assert first["moved"][1:].min() > 0, name  # letter 49, too
 
 
+DECAYS = """
+    weights = nn.Parameter(torch.ones(32, 32))
+    optimizer = torch.optim.{optimizer}
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 160)
+    for step in range(158):
+        noise = torch.randn(32, 32, generator=torch.Generator().manual_seed(1000 * rank + step))
+        noise[:, :4] = 0
+        optimizer.zero_grad()
+        (weights * noise).sum().backward()
+        optimizer.step()
+        schedule.step()
+    report([weights[:, :4].tolist(), weights[:, 4:].tolist()])
+"""
+DECAYING = {
+    "adam": DECAYS.format(optimizer="Adam([weights], lr=1e-3, weight_decay=0.1)"),
+    "adamax": DECAYS.format(optimizer="Adamax([weights], lr=1e-3, weight_decay=0.1)"),
+    "sgd": DECAYS.format(optimizer="SGD([weights], lr=1e-2, momentum=0.9, weight_decay=0.1)"),
+}
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
+def test_weights_without_gradients_decay_alone(algorithm, dadt_run):
+    plain, told = (
+        dadt_run(joined(**DECAYING), "--algorithm", algorithm, "--compression", compression, *OPTIONS)
+        for compression in ("none", "momentum:1")
+    )
+    assert told.output.count("from now on momentum is sent") == len(DECAYING)
+    for name in DECAYING:
+        first, second = told.of(name).ranks
+        assert first == second, name
+        assert torch.tensor(first[0]) == pytest.approx(torch.tensor(plain.of(name).ranks[0][0]), abs=2e-3), name
+
+
 CHANGES = """
     import gc, weakref
     from harness.scenarios import snapshot
@@ -328,3 +361,117 @@ def test_parameters_may_be_trained_in_turn(algorithm, dadt_run):
         assert_equal(first, second, name)
         for mean, right in zip(first["means"], plain.of(name).ranks[0]["means"], strict=True):
             assert (mean - right).norm() < 0.05 * right.norm(), name
+
+
+THREADS = """
+    torch.set_num_threads(1 + rank)
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.zeros(300, 300 + i)) for i in range(8)]
+    optimizer = torch.optim.AdamW(weights, lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    noise = torch.Generator().manual_seed(rank)
+    for step in range(90):
+        optimizer.zero_grad()
+        sum((w * (0.5 + torch.randn(w.shape, generator=noise))).sum() for w in weights).backward()
+        optimizer.step()
+        schedule.step()
+    report({str(i): w.detach() for i, w in enumerate(weights)})
+"""
+
+
+def test_ranks_may_have_different_numbers_of_threads(dadt_run):
+    """Sums of many values depend on it."""
+    run = dadt_run(THREADS, "--algorithm", "sync", "--compression", "momentum:1", *OPTIONS)
+    assert "from now on momentum is sent" in run.output
+    assert_equal(*run.ranks)
+
+
+EMPTY = """
+    weights = nn.Parameter(torch.zeros(50, 50))
+    optimizer = torch.optim.AdamW([weights], lr=1e-4)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
+    norms = []
+    for step in range(120):
+        noise = torch.randn(50, 50, generator=torch.Generator().manual_seed(1000 * rank + step))
+        optimizer.zero_grad()
+        (weights * noise * (step < 90 or rank == 0)).sum().backward()
+        norms.append(nn.utils.clip_grad_norm_([weights], 1e9))
+        optimizer.step()
+        schedule.step()
+    report([float(norm) for norm in norms[92:]])
+"""
+
+
+def test_scripts_see_the_norm_of_averages_where_a_rank_has_gradients_of_zero(dadt_run):
+    run = dadt_run(EMPTY, "--algorithm", "sync", "--compression", "momentum:1", *OPTIONS)
+    assert "from now on momentum is sent" in run.output
+    for norms in run.ranks:
+        assert norms == pytest.approx([25.0] * len(norms), rel=0.2)
+
+
+SAVES = """
+    weights = nn.Parameter(torch.zeros(64, 64))
+    optimizer = torch.optim.AdamW([weights], lr=1e-3, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
+    noise = torch.Generator().manual_seed(rank)
+    for step in range(260):
+        optimizer.zero_grad()
+        (weights * torch.randn(64, 64, generator=noise) * (1 if step < 60 else 4)).sum().backward()
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % 50 == 0:
+            optimizer.state_dict()
+    report([optimizer.state[weights]["exp_avg_sq"].mean().item()])
+"""
+
+
+def test_second_moments_follow_although_the_script_saves_often(dadt_run):
+    plain, told = (
+        dadt_run(SAVES, "--algorithm", "sync", "--compression", name, *OPTIONS).ranks for name in ("none", "momentum:1")
+    )
+    assert told[0] == told[1]
+    assert told[0] == pytest.approx(plain[0], rel=0.25)
+
+
+LEAVES = """
+    import gc, weakref
+    model = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+    optimizer = torch.optim.AdamW([{"params": each.parameters()} for each in model], lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    for step in range(80):
+        optimizer.zero_grad()
+        sum(each(torch.ones(4, 32)).pow(2).mean() for each in model).backward()
+        optimizer.step()
+        schedule.step()
+        if step == 60:
+            model[1].requires_grad_(False)
+        if step == 65:
+            for p in optimizer.param_groups.pop()["params"]:
+                del optimizer.state[p]
+            gone, schedule, p = weakref.ref(model[1].weight), torch.optim.lr_scheduler.ConstantLR(optimizer), None
+            del model[1]
+    gc.collect()
+    report({"weights": model[0].weight.detach(), "gone": torch.tensor(gone() is None)})
+"""
+
+
+def test_layers_that_were_frozen_and_leave_the_optimizer_are_freed(dadt_run):
+    run = dadt_run(LEAVES, "--algorithm", "sync", "--compression", "momentum:1", *OPTIONS)
+    assert "from now on momentum is sent" in run.output
+    assert_equal(*run.ranks)
+    assert run.ranks[0]["gone"]
+
+
+def test_complex_numbers_send_gradients(dadt_run):
+    script = """
+    weights = nn.Parameter(torch.zeros(64, 64, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([weights], lr=0.01, momentum=0.9)
+    for step in range(30):
+        optimizer.zero_grad()
+        (weights - (1 + 2j)).abs().square().sum().backward()
+        optimizer.step()
+    report({"weights": torch.view_as_real(weights.detach())})
+    """
+    run = dadt_run(script, "--algorithm", "sync", "--compression", "momentum:1", *OPTIONS)
+    assert "gradients are sent in 4 bits, as with int4, since SGD trains complex numbers" in run.output
+    assert_equal(*run.ranks)

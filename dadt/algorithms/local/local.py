@@ -371,13 +371,14 @@ class Local(Sync):
 
     def observe(self) -> dict[str, Any]:
         own = {number: fragment.observe() for number, fragment in self._fragments.items()}
-        return {"fragments": own} if own else super().observe()
+        return {"fragments": own, "idle": self._moments.observe()} if own else super().observe()
 
     def restore(self, own: dict[str, Any]) -> None:
         if "fragments" not in own:
             super().restore(own)
         for number, fragment in own.get("fragments", {}).items():
             self._fragments[number].restore(fragment)
+        self._moments.restore(own.get("idle", {}))
 
 
 def _megabytes(size: float) -> str:

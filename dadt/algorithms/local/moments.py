@@ -27,6 +27,7 @@ from dadt.errors import CommError
 from dadt.train.attachment import Attachment
 from dadt.train.moment import is_adam, moments_of, rates_of, wide
 from dadt.train.own_moments import REFRESH
+from dadt.train.restored import numbers_of
 
 SHARED = "v"
 """Name of what ranks compare after a loss to learn which of them have shared v."""
@@ -128,15 +129,27 @@ class RoundMoments:
             m.sub_((mean - own).mul_(scale), alpha=beta1 ** (self._steps - ended))
 
     def state(self) -> dict[str, Any]:
-        """Return the steps and the learning rates so far of each round, for a checkpoint."""
+        """Return the steps, and of each round its learning rates so far and where it began, for a checkpoint."""
         rates = {name: self._since(name) for name in self._begun}
-        return {"steps": self._steps, "shared": self._shared, "rates": rates}
+        return {"steps": self._steps, "shared": self._shared, "rates": rates, "begun": dict(self._begun_at)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         if not state:
             return
         self._steps, self._shared, self._rates = state["steps"], state["shared"], []
         self._begun = {name: [-rate for rate in since] for name, since in state["rates"].items()}
+        self._begun_at, self._idle = dict(state["begun"]), WeakTensorKeyDictionary()
+
+    def observe(self) -> dict[int, int]:
+        """Return what this rank alone knows, for a snapshot: by the parameter's number, the value of `_idle`."""
+        numbers = numbers_of(self._attachment.optimizer)
+        return {number: self._idle[p] for p, number in numbers.items() if p in self._idle}
+
+    def restore(self, own: Mapping[int, int]) -> None:
+        """Continue bit for bit from a snapshot. own: what `observe` returned."""
+        parameters = list(numbers_of(self._attachment.optimizer))
+        for number, steps in own.items():
+            self._idle[parameters[number]] = steps
 
     @torch.no_grad()
     def _momenta(

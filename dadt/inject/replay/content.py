@@ -253,7 +253,8 @@ _PREDICTION = _with(
 )
 _IN_FLIGHT = {"not_finite": _is_numbers, "learned": _numbered(_any_of(list, tuple))}
 _OWES = _with(scale=_or_none(_is_factor), forgets=_is_bool, owed=_or_none(_is_owed), bases=_is_rows, unsent=_is_bool)
-_MOMENTUM = _with(own=_is_rows, taken=_is_numbers, on_way=_is_rows)
+_UNSEEN = _with("seen", "since_start", seen=_is_rows, since_start=_is_bool)
+_MOMENTUM = _with(own=_is_rows, taken=_is_numbers, on_way=_is_rows, unseen=_UNSEEN)
 _IDLE = _with("owed", "missed", "seldom", owed=_numbered(_is_tensor), missed=_is_numbers, seldom=_is_numbers)
 _WEIGHING = _with("rule", "unit", "usual", rule=_is_rule, unit=_is_positive, usual=_is_positive)
 _FRAGMENT = _with("round", "owes", round=_is_round, owes=_each(_or_none(_OWES)))
@@ -264,6 +265,7 @@ _ALGORITHM = _with(
     left=_is_step,
     watches=_is_bool,
     fragments=_numbered(_FRAGMENT),
+    idle=_numbered(_is_step),
     tries=lambda value: isinstance(value, str) and value in ("none", *CODECS, *OF_MOMENTUM),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import islice
 from sys import getrefcount
@@ -49,7 +49,7 @@ class BucketPlan:
         turns: int = 2,
         compression: str = "none",
         momentum: bool = False,
-        finely: Set[torch.Tensor] = frozenset(),
+        finely: set[torch.Tensor] | frozenset[torch.Tensor] = frozenset(),
     ) -> None:
         """device: averages tensors in GPU memory, if not None. turns: number of contiguous buffers of each bucket. It
         is 1 if no exchange is under way between steps; a second buffer is then allocated only if the first is still in
@@ -77,7 +77,7 @@ class BucketPlan:
         self.late = turns > 1
         self._uses: dict[int, list[int]] = {}
         """Reference counts of the buckets' memory, by its index, at a time when nothing but this plan refers to it."""
-        self._momentum, self._finely = momentum, frozenset(finely)
+        self._momentum, self._finely = momentum, finely.intersection(self.parameters)
         self.forms = forms(compression, self.buckets, momentum=momentum, finely=finely)
         """The compression of each bucket of gradients, None if a bucket is not compressed."""
 

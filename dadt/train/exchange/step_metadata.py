@@ -6,7 +6,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import nan
+from math import isnan, nan
 
 _FORMAT = struct.Struct("<IIIIIBddIIIdfd")
 
@@ -47,8 +47,9 @@ class StepMetadata:
     """crc32 of the sample orders of passes over shared loaders that began since the last exchange; 0 if none began."""
     loss: float = 0.0
     """Loss that the optimizer's closure returned, for optimizers that call it once per step and may use the loss."""
-    square: float = 0.0
-    """This rank's part of the squared norm of the averaged gradient, if momentum is sent and the script clips."""
+    square: float = nan
+    """This rank's part of the squared norm of the averaged gradient, if momentum is sent and the script clips; NaN if
+    not known."""
     density: float = nan
     """Number of targets by which this rank's loss divides, per unit of the rank's weight by samples; NaN if not
     known."""
@@ -89,11 +90,12 @@ def mean_loss(lanes: Sequence[StepMetadata]) -> float:
 
 
 def mean_square(lanes: Sequence[StepMetadata]) -> float:
-    """Return the squared norm of the averaged gradient; 0 if a rank whose weight is not 0 does not know its part."""
+    """Return the squared norm of the averaged gradient; 0 if it is 0, or if a rank whose weight is not 0 does not know
+    its part."""
     counting = [lane for lane in lanes if lane.weight > 0]
     total = sum(lane.weight for lane in counting)
-    known = bool(counting) and all(lane.square for lane in counting)
-    return sum(lane.square * lane.weight for lane in counting) / total if known else 0.0
+    square = sum(lane.square * lane.weight for lane in counting) / total if counting else nan
+    return 0.0 if isnan(square) else square
 
 
 METADATA_BYTES = _FORMAT.size
