@@ -96,11 +96,14 @@ def adopt(runtime: Runtime) -> None:
 
 
 def _carry(owner: Any, carriers: dict[int, Carrier], runtime: Runtime) -> Carrier | None:
-    """Return a new carrier of this optimizer, for parameters that no other optimizer has; None if there are none. It
-    ends with the optimizer."""
-    taken = {id(p) for optimizer in runtime.optimizers for group in optimizer.param_groups for p in group["params"]}
+    """Return a new carrier of this optimizer, for parameters that none of torch's optimizers has, and none of others
+    that it wraps or that wraps it; None if there are none that train. It ends with the optimizer."""
+    parts = set(map(id, _inside(owner, DEPTH)))
+    wrapped = [each for key, each in carriers.items() if key in parts or _is_inside(owner, each.owner)]
+    others = [*(each for each in runtime.optimizers if not isinstance(each, Carrier)), *wrapped]
+    taken = {id(p) for optimizer in others for group in optimizer.param_groups for p in group["params"]}
     parameters = list({id(p): p for p in _parameters(owner, DEPTH) if id(p) not in taken}.values())
-    if not parameters:
+    if not any(p.requires_grad for p in parameters):
         return None
     try:
         weakref.finalize(owner, carriers.pop, id(owner), None).atexit = False
@@ -122,17 +125,26 @@ def _steps(kind: type) -> bool:
 
 
 def _parameters(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    return (t for t in _tensors(value, depth) if t.requires_grad and t.is_leaf)
+    """Yield the optimizer's parameters, those that are frozen for now, too."""
+    return (t for t in _tensors(value, depth) if t.is_leaf and (t.requires_grad or isinstance(t, nn.Parameter)))
 
 
 def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and not isinstance(value, nn.Module | type | FunctionType | str):
+    return (each for each in _inside(value, depth) if isinstance(each, torch.Tensor))
+
+
+def _is_inside(part: Any, value: Any) -> bool:
+    return any(each is part for each in _inside(value, DEPTH))
+
+
+def _inside(value: Any, depth: int) -> Iterator[Any]:
+    """Yield the value, and what its members and their members contain."""
+    yield value
+    if depth and not isinstance(value, torch.Tensor | nn.Module | type | FunctionType | str):
         inside = value if isinstance(value, list | tuple | set) else ()
         members = value if isinstance(value, dict) else getattr(value, "__dict__", None)
         for each in (*inside, *(members.values() if isinstance(members, dict) else ())):
-            yield from _tensors(each, depth - 1)
+            yield from _inside(each, depth - 1)
 
 
 def _average_first(kind: type, carriers: dict[int, Carrier], runtime: Runtime) -> None:

@@ -132,6 +132,50 @@ def test_one_that_is_built_later_is_averaged_as_well(dadt_run) -> None:
     assert "Plain is none of torch's optimizers: averaged at its step all the same" in run.output
 
 
+STAGES = """
+    class Plain:
+        def __init__(self, parameters):
+            self.parameters = list(parameters)
+        def zero_grad(self):
+            for p in self.parameters:
+                p.grad = None
+        @torch.no_grad()
+        def step(self):
+            for p in self.parameters:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=0.05)
+
+    torch.manual_seed(0)
+    body, head = nn.Linear(4, 8), nn.Linear(8, 1)
+    generator = torch.Generator().manual_seed(rank)
+    def train(optimizer):
+        for step in range(10):
+            x = torch.randn(8, 4, generator=generator)
+            optimizer.zero_grad()
+            (head(body(x)) - x.sum(1, keepdim=True)).pow(2).mean().backward()
+            optimizer.step()
+    {stages}
+    train(first)
+    body.requires_grad_(True)
+    train(second)
+    report({{"state": {{**body.state_dict(), **{{"head." + k: v for k, v in head.state_dict().items()}}}}}})
+"""
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        "first, second = Plain(head.parameters()), Plain([*body.parameters(), *head.parameters()])",
+        "first, second = Plain(head.parameters()), Plain(head.parameters())",
+        "first = second = Plain([*body.parameters(), *head.parameters()]); body.requires_grad_(False)",
+    ],
+    ids=["more", "again", "thawed"],
+)
+def test_parameters_may_have_had_another_optimizer_or_have_been_frozen(dadt_run, stages) -> None:
+    run = dadt_run(STAGES.format(stages=stages), "--algorithm", "sync")
+    assert_replicas_equal(run)
+
+
 def test_a_closure_is_refused(dadt_run) -> None:
     run = dadt_run(MADE.format(optimizer="Plain").replace("optimizer.step()", "optimizer.step(lambda: 0)"), code=1)
     assert "Plain.step was given a closure: DADT averages before the step" in run.output
