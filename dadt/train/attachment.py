@@ -22,8 +22,9 @@ from dadt.train.buffers import ChangingBuffers
 from dadt.train.common_values import take_first_ranks
 from dadt.train.events import Events
 from dadt.train.exchange import fingerprint
+from dadt.train.exchange.bucket_plan import BucketPlan
 from dadt.train.exchange.delivery import hand_out, hand_out_zeros, ratio_of, without_averages
-from dadt.train.exchange.exchange import BucketPlan, Exchange
+from dadt.train.exchange.exchange import Exchange
 from dadt.train.exchange.momentum_exchange import MomentumExchange
 from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.finite import Finite
@@ -144,10 +145,8 @@ class Attachment:
     def _make_token(self, parameters: list[torch.Tensor]) -> tuple[Any, ...]:
         return (
             (*map(id, parameters), *map(_dtype, parameters), *map(_device, parameters)),
-            (
-                *((id(m), n, b.shape, b.dtype, b.device) for m, n, b in self.buffers()),
-                *(id(p) for p in parameters if p in self.momentum.idle.seldom),
-            ),
+            tuple((id(m), n, b.shape, b.dtype, b.device) for m, n, b in self.buffers()),
+            tuple(id(p) for p in parameters if p in self.momentum.idle.seldom),
         )
 
     def buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
@@ -184,8 +183,7 @@ class Attachment:
 
     def refresh(self) -> None:
         """Adapt the bucket plan and the prediction if parameters or averaged buffers have changed."""
-        parameters = self._followed = self.parameters
-        token = self._make_token(parameters)
+        self._followed, token = (parameters := self.parameters), self._make_token(parameters)
         if self._schema is not None and token == self._token:
             return
         if self._schema is None or token[0] != self._token[0]:
@@ -194,9 +192,9 @@ class Attachment:
             if self._growth.watches or self.algorithm.wants_gradients:
                 self.watch_gradients()
             self._tables = sparse_tables(self.modules, parameters)
-        size, turns = int(self.ranks.config.bucket_mb * 2**20), self.algorithm.in_flight + 1
-        how = turns, self.compression, self.momentum.sends, self.momentum.idle.seldom
-        self._schema = BucketPlan(parameters, self.buffers(), size, self.ranks.device, *how)
+        where = int(self.ranks.config.bucket_mb * 2**20), self.ranks.device, self.algorithm.in_flight + 1
+        how = self.compression, self.momentum.sends, self.momentum.idle.seldom
+        self._schema = BucketPlan(parameters, self.buffers(), *where, *how)
         self._token = token
 
     def watch_gradients(self) -> None:

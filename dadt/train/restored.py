@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from dadt.comm.compression import LowRank
-from dadt.train.exchange.exchange import BucketPlan, Exchange
+from dadt.train.exchange.bucket_plan import BucketPlan
+from dadt.train.exchange.exchange import Exchange
 from dadt.train.exchange.step_metadata import StepMetadata, mean_loss
 from dadt.train.ranks import Ranks
 

@@ -23,8 +23,9 @@ from dadt.comm.executors.meet import Apart
 from dadt.comm.keepalive import leak
 from dadt.control.machine import cores
 from dadt.inject import worker
+from dadt.train.exchange.bucket_plan import BucketPlan
 from dadt.train.exchange.delivery import hand_out
-from dadt.train.exchange.exchange import BucketPlan, Exchange
+from dadt.train.exchange.exchange import Exchange
 from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.runtime import Runtime
 from dadt_cli.bench import models

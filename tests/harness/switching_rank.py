@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from dadt.comm.executors.device import Averaging
-from dadt.train.exchange.exchange import BucketPlan, Exchange
+from dadt.train.exchange.bucket_plan import BucketPlan
+from dadt.train.exchange.exchange import Exchange
 from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.world import World
 from harness.executor_rank import connect

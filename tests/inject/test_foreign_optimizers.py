@@ -93,7 +93,7 @@ def test_they_train_as_torch_s_own_do(dadt_run, algorithm) -> None:
             assert_equal(weights[KINDS[0]], weights[kind], kind)
 
 
-FOLDS = """
+PLAIN = """
     import gc, weakref
     class Plain:
         def __init__(self, parameters):
@@ -104,8 +104,12 @@ FOLDS = """
         @torch.no_grad()
         def step(self):
             for p in self.parameters:
-                p.sub_(p.grad, alpha=0.05)
-
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=0.05)
+"""
+FOLDS = (
+    PLAIN
+    + """
     def fold(number):
         model = nn.Linear(4, 1)
         optimizer = Plain(model.parameters())
@@ -122,6 +126,7 @@ FOLDS = """
     report({"state": {f"{i} {k}": v for i, s in enumerate(states) for k, v in s.items()},
             "kept": sum(ref() is not None for ref in optimizers)})
 """
+)
 
 
 def test_one_that_is_built_later_is_averaged_as_well(dadt_run) -> None:
@@ -132,19 +137,9 @@ def test_one_that_is_built_later_is_averaged_as_well(dadt_run) -> None:
     assert "Plain is none of torch's optimizers: averaged at its step all the same" in run.output
 
 
-STAGES = """
-    class Plain:
-        def __init__(self, parameters):
-            self.parameters = list(parameters)
-        def zero_grad(self):
-            for p in self.parameters:
-                p.grad = None
-        @torch.no_grad()
-        def step(self):
-            for p in self.parameters:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=0.05)
-
+STAGES = (
+    PLAIN
+    + """
     torch.manual_seed(0)
     body, head = nn.Linear(4, 8), nn.Linear(8, 1)
     generator = torch.Generator().manual_seed(rank)
@@ -154,12 +149,13 @@ STAGES = """
             optimizer.zero_grad()
             (head(body(x)) - x.sum(1, keepdim=True)).pow(2).mean().backward()
             optimizer.step()
-    {stages}
+    MADE
     train(first)
     body.requires_grad_(True)
     train(second)
-    report({{"state": {{**body.state_dict(), **{{"head." + k: v for k, v in head.state_dict().items()}}}}}})
+    report({"state": {**body.state_dict(), **{"head." + k: v for k, v in head.state_dict().items()}}})
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +168,7 @@ STAGES = """
     ids=["more", "again", "thawed"],
 )
 def test_parameters_may_have_had_another_optimizer_or_have_been_frozen(dadt_run, stages) -> None:
-    run = dadt_run(STAGES.format(stages=stages), "--algorithm", "sync")
+    run = dadt_run(STAGES.replace("MADE", stages), "--algorithm", "sync")
     assert_replicas_equal(run)
 
 

@@ -13,7 +13,8 @@ from dadt import _core
 from dadt.comm.executors.device import Averaging
 from dadt.errors import Aborted
 from dadt.train.exchange.background import Background
-from dadt.train.exchange.exchange import BucketPlan, Exchange
+from dadt.train.exchange.bucket_plan import BucketPlan
+from dadt.train.exchange.exchange import Exchange
 from dadt.train.exchange.step_metadata import StepMetadata
 
 STEPS = 6

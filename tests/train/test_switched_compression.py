@@ -9,7 +9,7 @@ from harness.switching_rank import main
 
 from dadt.comm.bucket import Bucket
 from dadt.comm.compression import INT4, OF_MOMENTUM, Feedback, Unsent, carried, forms
-from dadt.train.exchange.exchange import BucketPlan
+from dadt.train.exchange.bucket_plan import BucketPlan
 
 
 @pytest.mark.parametrize(("executor", "size"), [("shm", 2), ("shm", 3), ("tcp", 3)])

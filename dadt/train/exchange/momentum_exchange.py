@@ -7,7 +7,8 @@ import torch
 from dadt.comm import shards
 from dadt.comm.bucket import Bucket, Staged
 from dadt.train.exchange.bucket_exchange import RankLink
-from dadt.train.exchange.exchange import BucketPlan, Exchange
+from dadt.train.exchange.bucket_plan import BucketPlan
+from dadt.train.exchange.exchange import Exchange
 from dadt.train.exchange.step_metadata import StepMetadata, mean_square, pack_flags
 from dadt.train.idle_momentum import Sent
 from dadt.train.momentum import Momentum
