@@ -146,7 +146,7 @@ class Attachment:
         return (
             (*map(id, parameters), *map(_dtype, parameters), *map(_device, parameters)),
             tuple((id(m), n, b.shape, b.dtype, b.device) for m, n, b in self.buffers()),
-            tuple(id(p) for p in parameters if p in self.momentum.idle.seldom),
+            tuple(id(p) for p in parameters if p in seldom) if (seldom := self.momentum.idle.seldom) else (),
         )
 
     def buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
@@ -204,8 +204,7 @@ class Attachment:
 
     def compress(self, name: str) -> None:
         """Change the compression from the next exchange on. All ranks call it, while no exchange is under way."""
-        self.compression = name
-        self._token = (self._token[0], None)
+        self.compression, self._token = name, (self._token[0], None)
         self.refresh()
 
     def switch_to(self, algorithm: Algorithm, **note: Any) -> None:
@@ -269,9 +268,10 @@ class Attachment:
 
     def forget_launched(self, exchange: Exchange | None) -> None:
         """Called when ranks were lost: drop residuals, and let a later exchange use the number of `exchange`."""
+        self.momentum.forget()
         if self._schema is not None:
             self._schema.forget_residuals()
-        self.momentum.forget()
+            self.refresh()
         if exchange is not None:
             self.exchanges -= 1
             exchange.give_back()
@@ -384,9 +384,9 @@ class Attachment:
     def deliver(self, exchange: Exchange | RestoredExchange) -> None:
         self.momentum.delivering()
         averages = exchange.averaged_gradients()
+        self.momentum.delivered(exchange.parameters, averages)
         self.listing.averaged(exchange.frozen, averages)
-        ratio = ratio_of(self.scale, exchange.scale)
-        ratio = self.momentum.ratio(averages, exchange.square, ratio, exchange.scale)
+        ratio = self.momentum.ratio(averages, exchange.square, ratio_of(self.scale, exchange.scale), exchange.scale)
         hand_out(exchange.parameters, averages, ratio, exchange.frozen, self._tables)
         if exchange.schema is not self._schema and self._schema is not None:
             without_averages(self._schema.parameters, exchange.schema.parameters)

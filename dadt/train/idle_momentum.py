@@ -6,7 +6,7 @@ these parameters' momentum is sent in four bits from then on."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -49,13 +49,16 @@ class IdleMomentum:
         """Note that the next exchange is sent after all those before it have arrived."""
         self._missed = frozenset()
 
-    def arrived(self, there: Pairs, idle: Pairs) -> Sent:
-        """Note that an exchange has arrived. there: parameters with their means, if any rank had a gradient. idle: all
-        others; `owe` is to be called for these."""
-        owed = {p: self._owed.pop(p) for p, _ in there if p in self._owed}
-        sent, self._missed = Sent(self._missed, owed), frozenset(p for p, _ in idle)
+    def arrived(self, there: Pairs) -> Sent:
+        """Return what an exchange that has arrived counted on. there: parameters with their means, if any rank had a
+        gradient; for all others `owe` is to be called. A rank that saves may call it earlier than the others."""
+        return Sent(self._missed, {p: self._owed.pop(p) for p, _ in there if p in self._owed})
+
+    def delivered(self, parameters: Sequence[torch.Tensor], averages: Pairs) -> None:
+        """Note for which of an exchange's parameters there is an average. All ranks call this in the same step."""
+        there = {id(p) for p, _ in averages}
+        self._missed = frozenset(p for p in parameters if id(p) not in there)
         self.seldom |= self._missed
-        return sent
 
     def owe(self, parameter: torch.Tensor, excess: torch.Tensor) -> None:
         """Note by how much the mean of an idle parameter exceeds what it would be without gradients."""
@@ -72,21 +75,18 @@ class IdleMomentum:
         """Forget what is owed, as residuals are forgotten, too."""
         self._owed = {}
 
-    def state(self, numbers: Mapping[torch.Tensor, int]) -> dict[str, list[int]]:
-        """Return what a checkpoint needs, once the exchange under way has arrived."""
-        every = {"missed": self._missed, "seldom": self.seldom}
-        return {name: [numbers[p] for p in known if p in numbers] for name, known in every.items()}
+    def state(self, numbers: Mapping[torch.Tensor, int]) -> list[int]:
+        """Return the numbers of the parameters that have been idle, for a checkpoint. Of which ones the exchange under
+        way has no average follows once it is delivered."""
+        return [numbers[p] for p in self.seldom if p in numbers]
 
-    def load_state(self, state: Mapping[str, Sequence[int]], parameters: Sequence[torch.Tensor]) -> None:
-        missed, seldom = ([parameters[i] for i in state.get(name, ())] for name in ("missed", "seldom"))
-        self._missed, self.seldom = frozenset(missed), set(seldom)
+    def load_state(self, state: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
+        self.seldom = {parameters[i] for i in state}
 
-    def observe(self, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """Return everything, for a snapshot, once the exchange under way has arrived."""
-        owed = {i: self._owed[p] for i, p in enumerate(parameters) if p in self._owed}
-        return {"owed": owed, **self.state({p: i for i, p in enumerate(parameters)})}
+    def observe(self, parameters: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return what is owed by the parameter's number, for a snapshot, once the exchange under way has arrived."""
+        return {i: self._owed[p] for i, p in enumerate(parameters) if p in self._owed}
 
-    def restore(self, own: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> None:
+    def restore(self, own: Mapping[int, torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
         """Continue bit for bit from a snapshot. own: what `observe` returned."""
-        self.load_state(own, parameters)
-        self._owed = {parameters[i]: t.to(parameters[i].device) for i, t in own["owed"].items()}
+        self._owed = {parameters[i]: t.to(parameters[i].device) for i, t in own.items()}

@@ -101,7 +101,7 @@ class Momentum:
             self._own.clear()
             self.begun = False
         if not self._asked:
-            self._unseen = UnseenWeights()
+            self._unseen, self.idle = UnseenWeights(), IdleMomentum()
 
     def consider(self) -> None:
         """Compute second moments of the rank's own gradients already now, since `ask` may need them later."""
@@ -212,7 +212,7 @@ class Momentum:
     def arrived(self, there: Pairs, idle: Pairs) -> Sent:
         """Note that an exchange has arrived. there: parameters with their mean momentum, if any rank had a gradient.
         idle: all others."""
-        sent, moments = self.idle.arrived(there, idle), self._moments
+        sent, moments = self.idle.arrived(there), self._moments
         for p, mean in idle:
             if p in moments:
                 self.idle.owe(p, sent.excess(p, mean.clone(), moments[p], self._state(p).get(moments[p].first)))
@@ -232,9 +232,16 @@ class Momentum:
             if p in sent.owed:
                 mean.add_(sent.owed[p])
             mean.div_(moment.new)
-            self._unseen.hold(p, mean)
             if scale is not None:
                 mean.mul_(scale.to(mean.device))
+
+    @torch.no_grad()
+    def delivered(self, parameters: Sequence[torch.Tensor], averages: Pairs) -> None:
+        """Set the averages of weights to 0 that have had no gradient. parameters: those of the averages' exchange."""
+        if self.sends:
+            self.idle.delivered(parameters, averages)
+            for p, mean in averages:
+                self._unseen.hold(p, mean)
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -351,7 +358,7 @@ class Momentum:
         )
         self._settling.rates = list(state["rates"])
         self._unseen.load_state(state.get("unseen", {}), parameters)
-        self.idle.load_state(state.get("idle", {}), parameters)
+        self.idle.load_state(state.get("idle", ()), parameters)
         if self._asked:
             self._attachment.schema.compress(self._attachment.compression, momentum=self.sends)
 

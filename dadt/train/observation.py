@@ -97,6 +97,7 @@ def restore(a: Attachment, own: Mapping[str, Any], prediction: Mapping[str, Any]
 
 
 def _owes(a: Attachment) -> list[dict[str, Any] | None]:
-    """Return the compression residuals of each bucket, None for uncompressed buckets. Call it only while no exchange is
-    under way."""
-    return [None if form is None else form.observe() for form in a.schema.forms]
+    """Return the compression residuals of each bucket, None for uncompressed buckets, and where the next step has other
+    buckets, which begin without any. Call it only while no exchange is under way."""
+    current = a.schema_is_current
+    return [form.observe() if form is not None and current else None for form in a.schema.forms]

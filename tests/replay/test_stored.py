@@ -42,7 +42,7 @@ TRAINING: dict[str, Any] = {
     "in_flight": {"not_finite": [0], "learned": {0: []}},
     "follows": False,
     "momentum": {"own": [torch.ones(2), None], "taken": [3, 0], "on_way": [None, None]},
-    "idle": {"owed": {1: torch.ones(2)}, "missed": [1], "seldom": [0, 1]},
+    "idle": {1: torch.ones(2)},
     "algorithm": {
         "before": [1, None],
         "expected": [1],

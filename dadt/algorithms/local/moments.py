@@ -138,7 +138,7 @@ class RoundMoments:
             return
         self._steps, self._shared, self._rates = state["steps"], state["shared"], []
         self._begun = {name: [-rate for rate in since] for name, since in state["rates"].items()}
-        self._begun_at, self._idle = dict(state["begun"]), WeakTensorKeyDictionary()
+        self._begun_at, self._idle = dict(state.get("begun", {})), WeakTensorKeyDictionary()
 
     def observe(self) -> dict[int, int]:
         """Return what this rank alone knows, for a snapshot: by the parameter's number, the value of `_idle`."""

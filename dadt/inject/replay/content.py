@@ -255,7 +255,6 @@ _IN_FLIGHT = {"not_finite": _is_numbers, "learned": _numbered(_any_of(list, tupl
 _OWES = _with(scale=_or_none(_is_factor), forgets=_is_bool, owed=_or_none(_is_owed), bases=_is_rows, unsent=_is_bool)
 _UNSEEN = _with("seen", "since_start", seen=_is_rows, since_start=_is_bool)
 _MOMENTUM = _with(own=_is_rows, taken=_is_numbers, on_way=_is_rows, unseen=_UNSEEN)
-_IDLE = _with("owed", "missed", "seldom", owed=_numbered(_is_tensor), missed=_is_numbers, seldom=_is_numbers)
 _WEIGHING = _with("rule", "unit", "usual", rule=_is_rule, unit=_is_positive, usual=_is_positive)
 _FRAGMENT = _with("round", "owes", round=_is_round, owes=_each(_or_none(_OWES)))
 _ALGORITHM = _with(
@@ -277,7 +276,7 @@ _TRAINING: Mapping[str, Kind] = {
     "in_flight": lambda value: _with(**_IN_FLIGHT)(value) and value.keys() <= _IN_FLIGHT.keys(),
     "follows": _is_bool,
     "momentum": _MOMENTUM,
-    "idle": _IDLE,
+    "idle": _numbered(_is_tensor),
     "algorithm": _ALGORITHM,
     "weighing": _WEIGHING,
 }
