@@ -23,6 +23,7 @@ import torch
 
 from dadt.comm.bucket import Bucket, Staged
 from dadt.comm.compression import OF_MOMENTUM
+from dadt.errors import CommError
 from dadt.train.confine import confine, confine_largest
 from dadt.train.idle_momentum import IdleMomentum, Pairs, Sent
 from dadt.train.moment import (
@@ -277,18 +278,27 @@ class Momentum:
     def delivering(self) -> None:
         """Begin to send momentum if it is time, or refresh v. All ranks call this at the same point of each step, when
         its averages have arrived."""
+        if self._asked and self._active:
+            try:
+                self._refresh() if self.begun else self._decide()
+            except CommError:
+                if not self._ranks.survives:
+                    raise
+                # This step can do without, and the next exchange meets the loss, after which all begin anew.
+                self._unseen = UnseenWeights()
+
+    def _refresh(self) -> None:
         a = self._attachment
-        if not (self._asked and self._active):
-            return
-        if self.begun:
-            if not self._own.factors or a.step % REFRESH == REFRESH - 1:  # before a save every REFRESH steps
-                if not self._own.factors:
-                    self._unseen.begin(a.optimizer, self._ranks)
-                self._unseen.share(self._ranks)
-                self.share()
-        elif a.step % _LOOK == 0 and all(
-            self._ranks.collect(f"whether momentum is sent{a.name}", self._settling.decide())
-        ):
+        # In the last of REFRESH steps, before a script that saves so often replaces what ranks know alone.
+        if not self._own.factors or a.step % REFRESH == REFRESH - 1:
+            if not self._own.factors:
+                self._unseen.begin(a.optimizer, self._ranks)
+            self._unseen.share(self._ranks)
+            self.share()
+
+    def _decide(self) -> None:
+        a, what = self._attachment, f"whether momentum is sent{self._attachment.name}"
+        if a.step % _LOOK == 0 and all(self._ranks.collect(what, self._settling.decide())):
             self.begun = True
             a.schema.compress(a.compression, momentum=True)
             self._ranks.say(f"step {a.step}: from now on momentum is sent, in place of gradients{a.name}")

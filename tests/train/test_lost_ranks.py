@@ -44,6 +44,9 @@ def test_the_others_train_on(launch, algorithm: str, step: int, executor: str) -
         ("1:30:backward", ["--compression", "powersgd:2"], {0, 2}),
         ("1:45:backward", ["--compression", "momentum:1"], {0, 2}),
         ("1:51:exchange", ["--compression", "momentum:1", "--algorithm", "sync"], {0, 2}),
+        # As they refresh v, and as they decide whether they send momentum.
+        ("1:49:backward", ["--compression", "momentum:1"], {0, 2}),
+        ("1:10:backward", ["--compression", "momentum:1", "--warmup-steps", "4"], {0, 2}),
         ("1:60:end", [], {0, 2}),
     ],
 )

@@ -475,3 +475,30 @@ def test_complex_numbers_send_gradients(dadt_run):
     run = dadt_run(script, "--algorithm", "sync", "--compression", "momentum:1", *OPTIONS)
     assert "gradients are sent in 4 bits, as with int4, since SGD trains complex numbers" in run.output
     assert_equal(*run.ranks)
+
+
+SAVED_BY_ONE = """
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    body, heads = nn.Linear(8, 16), nn.ModuleList(nn.Linear(16, 4) for _ in range(2))
+    optimizer = torch.optim.AdamW([*body.parameters(), *heads.parameters()], lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 80)
+    data = torch.Generator().manual_seed(rank)
+    for step in range(75):
+        optimizer.zero_grad()
+        features = torch.relu(body(torch.randn(16, 8, generator=data)))
+        sum(head(features).pow(2).mean() for head in (heads if step < 40 else [heads[step % 3 // 2]])).backward()
+        optimizer.step()
+        schedule.step()
+        if rank == 0:
+            optimizer.state_dict()
+    report({"state": heads.state_dict()})
+"""
+
+
+def test_one_rank_may_save_while_parameters_become_idle(dadt_run):
+    """It has the averages of the exchange under way earlier than the others."""
+    run = dadt_run(SAVED_BY_ONE, "--algorithm", "pipe", "--compression", "momentum:1", *OPTIONS)
+    assert "from now on momentum is sent" in run.output
+    assert_equal(*(rank["state"] for rank in run.ranks))
