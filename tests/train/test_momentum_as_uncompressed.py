@@ -338,13 +338,11 @@ TURNS = """
                 mean += state["{momentum}"]
     report({{"weights": torch.stack(list(heads)).detach(), "means": means}})
 """
+ADAM, SGD = "AdamW(heads, lr=1e-3)", "SGD(heads, lr=1e-3, momentum=0.9, weight_decay=0.1)"
 IN_TURN = {
-    f"{name}-{turns}": TURNS.format(optimizer=optimizer, which=which, momentum=momentum)
-    for name, optimizer, momentum in (
-        ("adam", "AdamW(heads, lr=1e-3)", "exp_avg"),
-        ("sgd", "SGD(heads, lr=1e-3, momentum=0.9, weight_decay=0.1)", "momentum_buffer"),
-    )
-    for turns, which in (("two", "step % 2"), ("four", "step % 4 // 3"), ("blocks", "step // 3 % 2"))
+    "two": TURNS.format(optimizer=ADAM, which="step % 2", momentum="exp_avg"),
+    "four": TURNS.format(optimizer=ADAM, which="step % 4 // 3", momentum="exp_avg"),
+    "blocks": TURNS.format(optimizer=SGD, which="step // 3 % 2", momentum="momentum_buffer"),
 }
 
 
@@ -366,11 +364,11 @@ def test_parameters_may_be_trained_in_turn(algorithm, dadt_run):
 THREADS = """
     torch.set_num_threads(1 + rank)
     torch.manual_seed(0)
-    weights = [nn.Parameter(torch.zeros(300, 300 + i)) for i in range(8)]
+    weights = [nn.Parameter(torch.zeros(300, 300 + i)) for i in range(6)]
     optimizer = torch.optim.AdamW(weights, lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     noise = torch.Generator().manual_seed(rank)
-    for step in range(90):
+    for step in range(60):
         optimizer.zero_grad()
         sum((w * (0.5 + torch.randn(w.shape, generator=noise))).sum() for w in weights).backward()
         optimizer.step()
