@@ -268,10 +268,10 @@ class Attachment:
 
     def forget_launched(self, exchange: Exchange | None) -> None:
         """Called when ranks were lost: drop residuals, and let a later exchange use the number of `exchange`."""
-        self.momentum.forget()
+        split = self.momentum.forget()
         if self._schema is not None:
             self._schema.forget_residuals()
-            self.refresh()
+            self.refresh() if split else None
         if exchange is not None:
             self.exchanges -= 1
             exchange.give_back()

@@ -264,7 +264,7 @@ class Checkpoints:
         buffers = self._optimizers.buffers
         flights = state.get("in_flight", ())
         flight = flights[-1] if flights else {"gradients": {}, "scale": None}
-        averages = by_parameter(flight["gradients"], list(numbers_of(a.optimizer)))
+        averages = a.momentum.unseen.held(by_parameter(flight["gradients"], list(numbers_of(a.optimizer))))
         a.momentum.join(averages, flight["scale"])
         if flights:
             places = places_of(a)

@@ -17,25 +17,17 @@ own update. Ranks that step alone (`local`) use a common v in the same way, with
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from dadt.comm.bucket import Bucket, Staged
 from dadt.comm.compression import OF_MOMENTUM
-from dadt.errors import CommError
+from dadt.errors import CommError, CommTimeout, Mismatch
 from dadt.train.confine import confine, confine_largest
 from dadt.train.idle_momentum import IdleMomentum, Pairs, Sent
-from dadt.train.moment import (
-    Moment,
-    beside,
-    forget_others,
-    is_sgd,
-    lacks_momentum,
-    moments_of,
-    state_of,
-    unsuited,
-)
+from dadt.train.moment import Moment, beside, forget_others, is_sgd, lacks_momentum, moments_of, state_of, unsuited
 from dadt.train.own_moments import REFRESH, OwnMoments
 from dadt.train.restored import numbers_of
 from dadt.train.settling import Sender, Settling
@@ -64,8 +56,7 @@ class Momentum:
         """Scales the averages that the script sees before the optimizer's step."""
         self._own = OwnMoments(attachment)
         self._settling = Settling(attachment)
-        self._unseen = UnseenWeights()
-        self.idle = IdleMomentum()
+        self.unseen, self.idle = UnseenWeights(), IdleMomentum()
         self._on_way: dict[torch.Tensor, torch.Tensor] = {}
         """This rank's part of the momentum in the exchange under way, if averages arrive late."""
         self.ask(attachment.compression, alone=attachment.algorithm.shares)
@@ -102,7 +93,7 @@ class Momentum:
             self._own.clear()
             self.begun = False
         if not self._asked:
-            self._unseen, self.idle = UnseenWeights(), IdleMomentum()
+            self.unseen, self.idle = UnseenWeights(), IdleMomentum()
 
     def consider(self) -> None:
         """Compute second moments of the rank's own gradients already now, since `ask` may need them later."""
@@ -164,7 +155,7 @@ class Momentum:
         if self._watches and self._attachment.algorithm.averages:
             if self._asked or self._considered:
                 first = not self._attachment.optimizer.state
-                self._unseen.see(list(self._unseen.masks) if self.begun else self._parameters, first=first)
+                self.unseen.see(list(self.unseen.masks) if self.begun else self._parameters, first=first)
             self.shown.measure(self._own.factors)
             self._own.add(self._attachment.scale, self.shown.clip, alone=False)
 
@@ -242,7 +233,7 @@ class Momentum:
         if self.sends:
             self.idle.delivered(parameters, averages)
             for p, mean in averages:
-                self._unseen.hold(p, mean)
+                self.unseen.hold(p, mean)
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -279,21 +270,22 @@ class Momentum:
         """Begin to send momentum if it is time, or refresh v. All ranks call this at the same point of each step, when
         its averages have arrived."""
         if self._asked and self._active:
+            now = perf_counter()
             try:
                 self._refresh() if self.begun else self._decide()
-            except CommError:
-                if not self._ranks.survives:
+            except CommError as error:
+                if not self._ranks.survives or isinstance(error, Mismatch | CommTimeout):
                     raise
                 # This step can do without, and the next exchange meets the loss, after which all begin anew.
-                self._unseen = UnseenWeights()
+                self._ranks.gatherings.abandon(now)
 
     def _refresh(self) -> None:
         a = self._attachment
         # In the last of REFRESH steps, before a script that saves so often replaces what ranks know alone.
         if not self._own.factors or a.step % REFRESH == REFRESH - 1:
             if not self._own.factors:
-                self._unseen.begin(a.optimizer, self._ranks)
-            self._unseen.share(self._ranks)
+                self.unseen.begin(a.optimizer, self._ranks)
+            self.unseen.share(self._ranks)
             self.share()
 
     def _decide(self) -> None:
@@ -316,13 +308,14 @@ class Momentum:
         """Whether this optimizer has state of momentum that a resumed training needs."""
         return self._asked or self._shares or self._considered
 
-    def forget(self) -> None:
-        """Forget momentum under way, and factors that ranks might know differently, so that they are measured again.
-        Called when ranks were lost."""
+    def forget(self) -> bool:
+        """Forget momentum under way, and what ranks might know differently, so that it is measured again. Called when
+        ranks were lost. Returns whether parameters have been idle, which changes the plan of buckets."""
+        split = bool(self.idle.seldom)
         if not self._shares:
             self._own.factors, self._own.sums = {}, {}
-        self._on_way, self.idle = {}, IdleMomentum()
-        self._unseen = UnseenWeights()
+        self._on_way, self.idle, self.unseen = {}, IdleMomentum(), UnseenWeights()
+        return split
 
     def follow(self) -> None:
         """Forget parameters that have left the optimizer, and end what those that have come cannot bear. All ranks call
@@ -332,7 +325,7 @@ class Momentum:
             self.ask(a.compression, alone=self._shares)
         numbers = numbers_of(a.optimizer)
         self._own.follow(numbers)
-        self._unseen.follow(numbers)
+        self.unseen.follow(numbers)
         self.idle.follow(numbers)
         forget_others(self._on_way, numbers)
         self._settling.follow(numbers)
@@ -352,7 +345,7 @@ class Momentum:
             "sums": sums,
             "sizes": sizes,
             "rates": list(self._settling.rates),
-            "unseen": self._unseen.state(numbers),
+            "unseen": self.unseen.state(numbers),
             "idle": self.idle.state(numbers),
         }
 
@@ -367,14 +360,14 @@ class Momentum:
             for each in (state["factors"], state["sums"], *state["sizes"])
         )
         self._settling.rates = list(state["rates"])
-        self._unseen.load_state(state.get("unseen", {}), parameters)
+        self.unseen.load_state(state.get("unseen", {}), parameters)
         self.idle.load_state(state.get("idle", ()), parameters)
         if self._asked:
             self._attachment.schema.compress(self._attachment.compression, momentum=self.sends)
 
     def join(self, averages: Mapping[torch.Tensor, torch.Tensor], scale: torch.Tensor | None) -> None:
         """Replace the state of this rank alone by values that are equal on all ranks. averages: the averages of the
-        gradients in flight. scale: their loss scale."""
+        gradients in flight, without those that `delivered` sets to 0. scale: their loss scale."""
         if not self._keeps:
             return
         self._on_way = {}
@@ -390,11 +383,11 @@ class Momentum:
         """Return the state of this rank alone, for a snapshot. The tensors are no copies and stay in use."""
         every = self._parameters
         on_way = [self._on_way.get(p) for p in every]
-        return {**self._own.observe(), "on_way": on_way, "unseen": self._unseen.observe(every)}
+        return {**self._own.observe(), "on_way": on_way, "unseen": self.unseen.observe(every)}
 
     def restore(self, own: Mapping[str, Any]) -> None:
         """Continue bit for bit from a snapshot. own: the value that `observe` returned."""
         self._own.restore(own)
         every = zip(self._parameters, own["on_way"], strict=True)
         self._on_way = {p: t.to(p.device) for p, t in every if t is not None}
-        self._unseen.restore(own["unseen"], self._parameters)
+        self.unseen.restore(own["unseen"], self._parameters)

@@ -28,20 +28,23 @@ class UnseenWeights:
 
     @torch.no_grad()
     def begin(self, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-        """Find weights for which the optimizer's state is 0, or may contain weight decay alone. Those that had
-        gradients nonetheless, which were rounded to 0, are released by `share`. All ranks call this together."""
+        """Find weights for which the optimizer's state is 0, or may contain weight decay alone. Those that
+        had gradients nonetheless, which were rounded to 0, are left out. All ranks call this together."""
         self.masks = {}
-        whole = all(ranks.collect("whether gradients were noted from the start", self._since_start))
+        decays = []
         for moment, parameters in moments_of(optimizer):
             for p in parameters:
                 state = state_of(optimizer, p)
                 m, v = (state.get(name) for name in (moment.first, "exp_avg_sq"))
                 if m is not None:
                     mask = m == 0 if v is None else (m == 0) & (v == 0)
-                    if whole and moment.decay:
-                        mask = torch.ones_like(mask)
                     if mask.any():
                         self.masks[p] = mask
+                    if moment.decay:
+                        decays.append(p)
+        whole = all(ranks.collect("whether gradients were noted from the start", self._since_start))
+        more = {p: torch.ones_like(p, dtype=torch.bool) for p in decays} if whole else {}
+        self.masks = self._unseen_by(ranks, {**self.masks, **more})
         self.follow(self.masks)
 
     def see(self, parameters: Iterable[torch.Tensor], *, first: bool = False) -> None:
@@ -56,21 +59,32 @@ class UnseenWeights:
 
     def share(self, ranks: Ranks) -> None:
         """Release the weights for which any rank has noted a gradient. All ranks call this together."""
-        waiting = list(self.masks.items())
+        self.masks = self._unseen_by(ranks, self.masks)
+        forget_others(self._seen, self.masks)
+
+    def _unseen_by(self, ranks: Ranks, masks: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the masks without the weights for which any rank has noted a gradient. If this raises CommError,
+        nothing has changed."""
+        waiting, found = list(masks.items()), []
         while waiting:
-            some = [waiting.pop()]
-            while waiting and sum(mask.numel() for _, mask in (*some, waiting[-1])) <= _AT_ONCE:
-                some.append(waiting.pop())
-            found = [
+            some = [waiting.pop(0)]
+            while waiting and sum(mask.numel() for _, mask in (*some, waiting[0])) <= _AT_ONCE:
+                some.append(waiting.pop(0))
+            seen = [
                 self._seen[p][mask].float() if p in self._seen else torch.zeros_like(p[mask], dtype=torch.float32)
                 for p, mask in some
             ]
-            ranks.average(found, "which weights have had gradients", codec=INT8)
-            for (p, mask), seen in zip(some, found, strict=True):
-                mask[mask.clone()] = seen == 0
-                if not mask.any():
-                    del self.masks[p]
-                    self._seen.pop(p, None)
+            ranks.average(seen, "which weights have had gradients", codec=INT8)
+            for (p, mask), each in zip(some, seen, strict=True):
+                left = mask.clone()
+                left[mask] = each == 0
+                found.append((p, left))
+        return {p: mask for p, mask in found if mask.any()}
+
+    def held(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Return gradients with 0 at these weights, as copies where there are any."""
+        given = {p: (mean, self.masks.get(p)) for p, mean in gradients.items()}
+        return {p: g if m is None else g.masked_fill(m.to(g.device), 0) for p, (g, m) in given.items()}
 
     def hold(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Set the gradient of these weights to 0, in place."""

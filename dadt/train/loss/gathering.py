@@ -32,6 +32,8 @@ class Gathering:
         self._work: Work | None = None
         """The C++ engine's operation; None if the connection was lost before the allgather was launched."""
         self._lanes: Sequence[bytes] | None = None
+        self.abandoned = False
+        """Whether this rank does without the result, if others do not have it either after a loss."""
 
     def launch(self, engine: Engine) -> None:
         """Launch the allgather; may be called again to repeat it with another group of ranks."""
@@ -107,9 +109,15 @@ class Gatherings:
             if not gathering.complete and gathering.number < completed:
                 gathering.settle(known[gathering.number])
 
+    def abandon(self, since: float) -> None:
+        """Note that this rank does without incomplete allgathers that were begun after the time `since`
+        (perf_counter)."""
+        for gathering in self.newest:
+            gathering.abandoned |= not gathering.complete and gathering.began > since
+
     def undo(self, since: float) -> None:
-        """Forget incomplete allgathers that were begun after the time `since` (perf_counter), so that they can begin
-        again."""
-        redone = [g for g in self.newest if not g.complete and g.began > since]
+        """Forget incomplete allgathers that were abandoned, or begun after the time `since` (perf_counter), so that
+        they can begin again."""
+        redone = [g for g in self.newest if not g.complete and (g.abandoned or g.began > since)]
         self.newest = [g for g in self.newest if g not in redone]
         self.count -= len(redone)

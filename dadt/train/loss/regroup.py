@@ -10,6 +10,7 @@ ranks.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
@@ -125,8 +126,7 @@ def _settle(ranks: Ranks, course: Course, *, joins: bool) -> list[Gathering | Re
         known = ranks.gatherings.results(course.least) if ranks.group.rank == course.informant else {}
         every = ranks.tell("gathered", plain.encode(known, "what was gathered"))
         ranks.gatherings.settle(plain.decode(every[course.informant]), course.gathered)
-    if ranks.transaction is not None:
-        ranks.gatherings.undo(ranks.transaction)
+    ranks.gatherings.undo(math.inf if ranks.transaction is None else ranks.transaction)
     return [g for g in ranks.gatherings.newest if not g.complete]
 
 
