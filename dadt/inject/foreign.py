@@ -98,7 +98,7 @@ def adopt(runtime: Runtime) -> None:
 def _carry(owner: Any, carriers: dict[int, Carrier], runtime: Runtime) -> Carrier | None:
     """Return a new carrier of this optimizer, for parameters that none of torch's optimizers has, and none of others
     that it wraps or that wraps it; None if there are none that train. It ends with the optimizer."""
-    parts = set(map(id, _inside(owner, DEPTH)))
+    parts = set(map(id, _inside(owner, DEPTH))) if carriers else set()
     wrapped = [each for key, each in carriers.items() if key in parts or _is_inside(owner, each.owner)]
     others = [*(each for each in runtime.optimizers if not isinstance(each, Carrier)), *wrapped]
     taken = {id(p) for optimizer in others for group in optimizer.param_groups for p in group["params"]}

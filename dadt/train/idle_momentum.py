@@ -52,7 +52,8 @@ class IdleMomentum:
     def arrived(self, there: Pairs) -> Sent:
         """Return what an exchange that has arrived counted on. there: parameters with their means, if any rank had a
         gradient; for all others `owe` is to be called. A rank that saves may call it earlier than the others."""
-        return Sent(self._missed, {p: self._owed.pop(p) for p, _ in there if p in self._owed})
+        owed = {p: self._owed.pop(p) for p, _ in there if p in self._owed} if self._owed else {}
+        return Sent(self._missed, owed)
 
     def delivered(self, parameters: Sequence[torch.Tensor], averages: Pairs) -> None:
         """Note for which of an exchange's parameters there is an average. All ranks call this in the same step."""

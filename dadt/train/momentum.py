@@ -204,7 +204,7 @@ class Momentum:
     def arrived(self, there: Pairs, idle: Pairs) -> Sent:
         """Note that an exchange has arrived. there: parameters with their mean momentum, if any rank had a gradient.
         idle: all others."""
-        sent, moments = self.idle.arrived(there), self._moments
+        sent, moments = self.idle.arrived(there), self._moments if idle else {}
         for p, mean in idle:
             if p in moments:
                 self.idle.owe(p, sent.excess(p, mean.clone(), moments[p], self._state(p).get(moments[p].first)))
@@ -283,9 +283,10 @@ class Momentum:
         a = self._attachment
         # In the last of REFRESH steps, before a script that saves so often replaces what ranks know alone.
         if not self._own.factors or a.step % REFRESH == REFRESH - 1:
-            if not self._own.factors:
+            if self._own.factors:
+                self.unseen.share(self._ranks)
+            else:
                 self.unseen.begin(a.optimizer, self._ranks)
-            self.unseen.share(self._ranks)
             self.share()
 
     def _decide(self) -> None:

@@ -65,11 +65,15 @@ class UnseenWeights:
     def _unseen_by(self, ranks: Ranks, masks: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Return the masks without the weights for which any rank has noted a gradient. If this raises CommError,
         nothing has changed."""
-        waiting, found = list(masks.items()), []
-        while waiting:
-            some = [waiting.pop(0)]
-            while waiting and sum(mask.numel() for _, mask in (*some, waiting[0])) <= _AT_ONCE:
-                some.append(waiting.pop(0))
+        parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        room, found = 0, []
+        for p, mask in masks.items():
+            if mask.numel() > room:
+                parts.append([])
+                room = _AT_ONCE
+            parts[-1].append((p, mask))
+            room -= mask.numel()
+        for some in parts:
             seen = [
                 self._seen[p][mask].float() if p in self._seen else torch.zeros_like(p[mask], dtype=torch.float32)
                 for p, mask in some

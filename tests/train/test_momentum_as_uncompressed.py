@@ -8,6 +8,8 @@ import torch
 from harness.checks import assert_equal
 from harness.job import joined
 
+from dadt.train.unseen import UnseenWeights
+
 OPTIONS = "--warmup-steps", "4", "--executor", "shm"
 STEADY = """
     weights = nn.Parameter(torch.ones(32, 32))
@@ -500,3 +502,12 @@ def test_one_rank_may_save_while_parameters_become_idle(dadt_run):
     run = dadt_run(SAVED_BY_ONE, "--algorithm", "pipe", "--compression", "momentum:1", *OPTIONS)
     assert "from now on momentum is sent" in run.output
     assert_equal(*(rank["state"] for rank in run.ranks))
+
+
+def test_averages_that_are_not_delivered_yet_are_held_as_copies():
+    unseen = UnseenWeights()
+    parameters, means = [torch.zeros(3), torch.zeros(2)], [torch.ones(3), torch.ones(2)]
+    unseen.masks = {parameters[0]: torch.tensor([True, False, True])}
+    held = unseen.held(dict(zip(parameters, means, strict=True)))
+    assert held[parameters[0]].tolist() == [0, 1, 0] and held[parameters[1]] is means[1]
+    assert means[0].tolist() == [1, 1, 1]  # the rank that saves alone delivers it later
